@@ -1,0 +1,72 @@
+//! The trait every device implements.
+
+use std::sync::Arc;
+
+use crate::{Buffer, Caps, HostBuffer, HostBytes, Op, Program, Result, Stage, View};
+
+/// A queue of a device. Work in one lane runs in order; lanes meet through events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// Ops and programs.
+    Compute,
+    /// Uploads.
+    Copy,
+}
+
+/// A point in a lane's order: reached when everything queued in the lane before it is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Event {
+    /// The lane it lies in.
+    pub lane: Lane,
+    /// Its place in the lane; only grows.
+    pub seq: u64,
+}
+
+/// A device that runs ops in order.
+///
+/// Ordering: `write`, `read`, `run` and replays belong to [`Lane::Compute`] and are seen in the order of the calls; a
+/// `read` waits for what stands before it. Uploads in [`Lane::Copy`] are ordered with the rest by events alone.
+/// One thread at a time drives a backend; implementations may block a second one.
+pub trait Backend: Send + Sync {
+    /// What it can do.
+    fn caps(&self) -> &Caps;
+
+    /// Bytes that can still be allocated, as far as the system tells.
+    fn free_bytes(&self) -> Result<Option<u64>>;
+
+    /// Zeroed device memory. Never called inside a step.
+    fn alloc(&self, bytes: usize) -> Result<Buffer>;
+
+    /// Zeroed host memory that uploads and in-place reads start from. Never called inside a step.
+    fn alloc_host(&self, bytes: usize) -> Result<HostBuffer>;
+
+    /// Read-only device memory that is `bytes` where they lie; only with [`Caps::host_memory`].
+    fn import(&self, bytes: &HostBytes) -> Result<Buffer>;
+
+    /// Writes `bytes` to the start of `dst`. They may be reused when the call returns.
+    fn write(&self, dst: &View, bytes: &[u8]) -> Result<()>;
+
+    /// Reads the start of `src` once everything queued before is done.
+    fn read(&self, src: &View, out: &mut [u8]) -> Result<()>;
+
+    /// Queues a copy of `src[start..start + dst.bytes()]` to `dst` in a lane.
+    fn upload(&self, lane: Lane, src: &Arc<HostBuffer>, start: usize, dst: &View) -> Result<Event>;
+
+    /// A point behind everything queued in the lane so far.
+    fn event(&self, lane: Lane) -> Result<Event>;
+
+    /// Makes everything queued in `lane` from now on wait for the event.
+    fn after(&self, lane: Lane, event: Event) -> Result<()>;
+
+    /// Blocks the caller until the event is reached: a bounded time, then a typed error.
+    fn wait(&self, event: Event) -> Result<()>;
+
+    /// Whether it can run the op; the error says what it lacks.
+    fn supports(&self, op: &Op) -> Result<()>;
+
+    /// Runs ops once, in order. For tests, loading and tracing; steps are programs.
+    fn run(&self, ops: &[Op]) -> Result<()>;
+
+    /// Makes a program. `outputs` are the views that [`Program::output`] gives after each replay.
+    fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>>;
+}

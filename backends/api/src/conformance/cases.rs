@@ -1,0 +1,394 @@
+//! The table: every op, in the shapes where kernels go wrong (one row, remainders of every tile, padding, each format).
+
+use half::bf16;
+
+use super::{Arena, Case, Fill};
+use crate::{
+    Activation, Attention, AttentionParams, Combine, CombineParams, EditLogits, EditLogitsParams, Embed, EmbedParams,
+    ExpertMlp, ExpertMlpParams, ExpertPool, ExpertWeights, Experts, Format, KvCache, LogitEdit, MatMul, MatMulParams,
+    Matrix, Op, PAGE_TOKENS, Result, RopeCache, RopeCacheParams, Route, RouteParams, Stage, TopLogits, TopLogitsParams,
+    View, record,
+};
+
+const FORMATS: [Format; 3] = [Format::F32, Format::Bf16, Format::F16];
+const EPS: f32 = 1e-6;
+/// f32 against f32 in another order of summation.
+const F32_BOUND: f64 = 1e-10;
+/// Activations rounded to bf16 once or twice on the way.
+const BF16_BOUND: f64 = 1e-4;
+
+/// All cases of single ops, in the order of a step.
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for format in FORMATS {
+        cases.push(case(format!("embed/{format}"), move |a| embed(a, format)));
+    }
+    for format in FORMATS {
+        for (n, rows, cols) in [(1, 64, 64), (1, 37, 200), (2, 96, 128), (5, 33, 72), (16, 130, 256), (67, 48, 320)] {
+            let name = format!("matmul/{format} n={n} {rows}x{cols}");
+            cases.push(case(name, move |a| matmul(a, MatMulCase { format, n, rows, cols, ..PLAIN })));
+        }
+    }
+    for n in [1, 3, 20] {
+        for (name, variant) in [
+            ("norm", MatMulCase { norm: true, ..PLAIN }),
+            ("norm glu", MatMulCase { norm: true, glu: true, ..PLAIN }),
+            ("accumulate", MatMulCase { accumulate: true, ..PLAIN }),
+            ("bias", MatMulCase { bias: true, ..PLAIN }),
+            ("bias glu", MatMulCase { bias: true, glu: true, ..PLAIN }),
+            ("three pieces", MatMulCase { pieces: 3, norm: true, ..PLAIN }),
+            ("gathered rows", MatMulCase { gather: true, norm: true, ..PLAIN }),
+            ("wide", MatMulCase { rows: 24, cols: 2048, norm: true, ..PLAIN }),
+        ] {
+            cases.push(case(format!("matmul/{name} n={n}"), move |a| matmul(a, MatMulCase { n, ..variant })));
+        }
+    }
+    for (format, name) in [(Format::F32, "f32"), (Format::Bf16, "bf16")] {
+        for (n, norm, rotary_dim) in [(1, true, 32), (5, true, 32), (5, false, 32), (17, true, 8)] {
+            let name = format!("rope_cache/{name} n={n} norm={norm} rotary={rotary_dim}");
+            cases.push(case(name, move |a| rope_cache(a, format, n, norm, rotary_dim)));
+        }
+        for (kind, lengths) in [
+            ("decode", vec![(0, 1), (1, 16), (2, 17), (3, 100)]),
+            ("decode padded", vec![(0, 33), (-1, 1), (-1, 1)]),
+            ("prefill", (0..40).map(|i| (0, i + 1)).collect()),
+            ("prefill behind a prefix", (0..9).map(|i| (1, 70 + i)).collect()),
+        ] {
+            for (heads, kv_heads, head_dim) in [(4, 2, 32), (8, 1, 64), (3, 3, 16), (8, 2, 128)] {
+                let lengths = lengths.clone();
+                let name = format!("attention/{kind} {name} {heads}:{kv_heads}x{head_dim}");
+                cases.push(case(name, move |a| attention(a, format, &lengths, heads, kv_heads, head_dim)));
+            }
+        }
+    }
+    for (n, experts, top_k) in [(1, 8, 2), (5, 32, 4), (3, 128, 8), (33, 60, 1), (2, 6, 6)] {
+        for renormalize in [0, 1] {
+            let name = format!("route/n={n} {top_k} of {experts} renormalize={renormalize}");
+            cases.push(case(name, move |a| route(a, n, experts, top_k, renormalize)));
+        }
+    }
+    for format in FORMATS {
+        for pool in [false, true] {
+            for (n, hidden, intermediate, top_k) in
+                [(1, 64, 32, 2), (1, 192, 64, 4), (7, 64, 48, 3), (40, 96, 33, 2), (5, 8, 8, 1)]
+            {
+                let shape = ExpertShape { format, pool, n, hidden, intermediate, top_k, experts: 10 };
+                let place = if pool { "pool" } else { "in place" };
+                let name = format!("expert_mlp/{format} {place} n={n} k={top_k} {hidden}x{intermediate}");
+                cases.push(case(name, move |a| Ok(vec![Stage::Ops(vec![expert_mlp(a, shape)?.into()])])));
+            }
+        }
+    }
+    for n in [1, 6] {
+        cases.push(case(format!("combine/n={n}"), move |a| combine(a, n, 96, 4)));
+    }
+    cases.push(case("edit_logits".into(), edit_logits));
+    for (n, vocab, k) in [(1, 320, 256), (3, 1000, 256), (2, 40, 40), (1, 30_000, 256), (2, 5000, 1)] {
+        cases.push(case(format!("top_logits/n={n} {k} of {vocab}"), move |a| top_logits(a, n, vocab, k)));
+    }
+    cases
+}
+
+fn case(name: String, build: impl Fn(&mut Arena<'_>) -> Result<Vec<Stage>> + 'static) -> Case {
+    Case { name, bound: F32_BOUND, bound_auto: BF16_BOUND, build: Box::new(build) }
+}
+
+fn one(op: impl Into<Op>) -> Result<Vec<Stage>> {
+    Ok(vec![Stage::Ops(vec![op.into()])])
+}
+
+fn embed(a: &mut Arena<'_>, format: Format) -> Result<Vec<Stage>> {
+    let (n, vocab, hidden) = (7, 50, 72);
+    one(Embed {
+        out: a.output(n * hidden)?,
+        ids: a.input(n, Fill::Below(vocab as i32))?,
+        table: a.weight(format, vocab, hidden, 1.0)?,
+        p: EmbedParams { n_rows: n as u32, hidden: hidden as u32, vocab: vocab as u32 },
+    })
+}
+
+#[derive(Clone, Copy)]
+struct MatMulCase {
+    format: Format,
+    n: usize,
+    rows: usize,
+    cols: usize,
+    pieces: usize,
+    norm: bool,
+    glu: bool,
+    bias: bool,
+    accumulate: bool,
+    gather: bool,
+}
+
+const PLAIN: MatMulCase = MatMulCase {
+    format: Format::Bf16,
+    n: 1,
+    rows: 50,
+    cols: 96,
+    pieces: 1,
+    norm: false,
+    glu: false,
+    bias: false,
+    accumulate: false,
+    gather: false,
+};
+
+fn matmul(a: &mut Arena<'_>, c: MatMulCase) -> Result<Vec<Stage>> {
+    let pieces = if c.glu { 2 } else { c.pieces };
+    let mut weights = Vec::new();
+    let mut biases = Vec::new();
+    for _ in 0..pieces {
+        weights.push(a.weight(c.format, c.rows, c.cols, 0.1)?);
+        if c.bias {
+            biases.push(a.weight(c.format, 1, c.rows, 1.0)?);
+        }
+    }
+    let out_features = if c.glu { c.rows } else { c.rows * pieces };
+    let x_rows = if c.gather { c.n + 11 } else { c.n };
+    one(MatMul {
+        out: if c.accumulate { a.updated(c.n * out_features, Fill::Uniform(1.0))? } else { a.output(c.n * out_features)? },
+        x: a.input(x_rows * c.cols, Fill::Uniform(1.0))?,
+        rows: if c.gather { Some(a.input(c.n, Fill::Below(x_rows as i32))?) } else { None },
+        norm: if c.norm { Some(a.norm(c.cols)?) } else { None },
+        weight: Matrix::new(weights),
+        bias: if c.bias { Some(biases) } else { None },
+        p: MatMulParams {
+            n_rows: c.n as u32,
+            in_features: c.cols as u32,
+            out_features: out_features as u32,
+            activation: if c.glu { Activation::SiluGlu } else { Activation::None } as u32,
+            accumulate: c.accumulate as u32,
+            eps: EPS,
+        },
+    })
+}
+
+fn rope_cache(a: &mut Arena<'_>, format: Format, n: usize, norm: bool, rotary_dim: usize) -> Result<Vec<Stage>> {
+    let (heads, kv_heads, d, max_positions, n_pages) = (4, 2, 32, 64, 3);
+    let slots: Vec<i32> = (0..n as i32).map(|i| (i * 5) % 32 + 16).collect();
+    // Written bf16 is compared through attention: here a rounding on the edge may differ between devices.
+    let kv = match format {
+        Format::F32 => a.updated(n_pages * KvCache::page_bytes(format, kv_heads, d) / 4, Fill::Uniform(0.0))?,
+        _ => a.input(n_pages * KvCache::page_bytes(format, kv_heads, d) / 4, Fill::Below(1))?,
+    };
+    let kv = KvCache { view: kv, format, n_pages };
+    let q = a.output(n * heads * d)?;
+    let prepare = RopeCache {
+        q: q.clone(),
+        kv: kv.clone(),
+        qkv: a.input(n * (heads + 2 * kv_heads) * d, Fill::Uniform(1.0))?,
+        q_norm: if norm { Some(a.norm(d)?) } else { None },
+        k_norm: if norm { Some(a.norm(d)?) } else { None },
+        rotary: a.input(max_positions * rotary_dim, Fill::Uniform(1.0))?,
+        positions: a.input(n, Fill::Below(max_positions as i32))?,
+        kv_slots: a.fixed(&slots)?,
+        p: RopeCacheParams {
+            n_rows: n as u32,
+            n_heads: heads as u32,
+            n_kv_heads: kv_heads as u32,
+            head_dim: d as u32,
+            rotary_dim: rotary_dim as u32,
+            max_positions: max_positions as u32,
+            eps: EPS,
+        },
+    };
+    let attend = Attention {
+        out: a.output(heads * d)?,
+        q,
+        kv,
+        block_table: a.fixed(&[1, 2])?,
+        sequences: a.fixed(&[0])?,
+        positions: a.fixed(&[31])?,
+        p: AttentionParams {
+            n_rows: 1,
+            n_sequences: 1,
+            max_pages: 2,
+            n_heads: heads as u32,
+            n_kv_heads: kv_heads as u32,
+            head_dim: d as u32,
+            scale: 0.2,
+        },
+    };
+    Ok(vec![Stage::Ops(vec![prepare.into(), attend.into()])])
+}
+
+/// `rows`: (sequence or -1, number of positions attended).
+fn attention(
+    a: &mut Arena<'_>,
+    format: Format,
+    rows: &[(i32, i32)],
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+) -> Result<Vec<Stage>> {
+    let (n, n_sequences, max_pages) = (rows.len(), 4, 7);
+    let n_pages = 1 + n_sequences * max_pages;
+    // Pages of a sequence lie apart and out of order.
+    let table: Vec<i32> = (0..n_sequences * max_pages).map(|i| 1 + (i * 5 % (n_pages - 1)) as i32).collect();
+    let kv = a.weight(format, n_pages * 2 * kv_heads * PAGE_TOKENS, head_dim, 1.0)?;
+    one(Attention {
+        out: a.output(n * heads * head_dim)?,
+        q: a.input(n * heads * head_dim, Fill::Uniform(1.0))?,
+        kv: KvCache { view: kv.view, format, n_pages },
+        block_table: a.fixed(&table)?,
+        sequences: a.fixed(&rows.iter().map(|r| r.0).collect::<Vec<_>>())?,
+        positions: a.fixed(&rows.iter().map(|r| r.1 - 1).collect::<Vec<_>>())?,
+        p: AttentionParams {
+            n_rows: n as u32,
+            n_sequences: n_sequences as u32,
+            max_pages: max_pages as u32,
+            n_heads: heads as u32,
+            n_kv_heads: kv_heads as u32,
+            head_dim: head_dim as u32,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+        },
+    })
+}
+
+fn route(a: &mut Arena<'_>, n: usize, experts: usize, top_k: usize, renormalize: u32) -> Result<Vec<Stage>> {
+    let hidden = 96;
+    let sequences: Vec<i32> = (0..n as i32).map(|i| if i % 4 == 3 { -1 } else { i }).collect();
+    let weights = a.updated(n * top_k, Fill::Uniform(0.0))?;
+    one(Route {
+        ids: a.output_i32(n * top_k)?,
+        weights,
+        normed: a.output(n * hidden)?,
+        x: a.input(n * hidden, Fill::Uniform(1.0))?,
+        norm: a.norm(hidden)?,
+        router: a.weight(Format::Bf16, experts, hidden, 0.5)?,
+        sequences: a.fixed(&sequences)?,
+        p: RouteParams {
+            n_rows: n as u32,
+            hidden: hidden as u32,
+            n_experts: experts as u32,
+            top_k: top_k as u32,
+            renormalize,
+            eps: EPS,
+        },
+    })
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct ExpertShape {
+    pub(super) format: Format,
+    pub(super) pool: bool,
+    pub(super) n: usize,
+    pub(super) hidden: usize,
+    pub(super) intermediate: usize,
+    pub(super) top_k: usize,
+    pub(super) experts: usize,
+}
+
+fn expert_mlp(a: &mut Arena<'_>, s: ExpertShape) -> Result<ExpertMlp> {
+    let experts = if s.pool { pooled_experts(a, s)? } else { experts_in_place(a, s)? };
+    let ids: Vec<i32> = (0..s.n).flat_map(|row| routes(row, s)).collect();
+    Ok(ExpertMlp {
+        parts: a.updated(s.n * s.top_k * s.hidden, Fill::Uniform(0.5))?,
+        x: a.input(s.n * s.hidden, Fill::Uniform(1.0))?,
+        ids: a.fixed(&ids)?,
+        weights: a.input(s.n * s.top_k, Fill::Uniform(1.0))?,
+        experts,
+        p: expert_params(s),
+    })
+}
+
+pub(super) fn expert_params(s: ExpertShape) -> ExpertMlpParams {
+    ExpertMlpParams {
+        n_rows: s.n as u32,
+        top_k: s.top_k as u32,
+        hidden: s.hidden as u32,
+        intermediate: s.intermediate as u32,
+        n_experts: s.experts as u32,
+    }
+}
+
+/// Ascending ids, some experts popular, every fifth row padding.
+pub(super) fn routes(row: usize, s: ExpertShape) -> Vec<i32> {
+    if row % 5 == 4 {
+        return vec![-1; s.top_k];
+    }
+    let stride = 1 + row % 3;
+    let mut ids: Vec<i32> = (0..s.top_k).map(|k| ((row + k * stride) % s.experts) as i32).collect();
+    ids.sort_unstable();
+    ids
+}
+
+fn experts_in_place(a: &mut Arena<'_>, s: ExpertShape) -> Result<Experts> {
+    if !a.backend().caps().host_memory {
+        return Err(crate::Error::Unsupported {
+            backend: a.backend().caps().backend,
+            op: "expert_mlp",
+            why: "experts in place need host memory".into(),
+        });
+    }
+    let mut weights = Vec::new();
+    for _ in 0..s.experts {
+        weights.push(ExpertWeights {
+            gate: a.weight(s.format, s.intermediate, s.hidden, 0.2)?,
+            up: a.weight(s.format, s.intermediate, s.hidden, 0.2)?,
+            down: a.weight(s.format, s.hidden, s.intermediate, 0.2)?,
+        });
+    }
+    Ok(Experts::InPlace(weights.into()))
+}
+
+/// Every expert resident, in slots that are not in the order of ids, in chunks of three.
+fn pooled_experts(a: &mut Arena<'_>, s: ExpertShape) -> Result<Experts> {
+    let record = record(s.format, s.hidden, s.intermediate);
+    let slots_per_chunk = 3;
+    let n_chunks = s.experts.div_ceil(slots_per_chunk);
+    let elements = record.bytes / s.format.row_bytes(1);
+    let mut chunks = Vec::new();
+    for _ in 0..n_chunks {
+        chunks.push(a.weight(s.format, slots_per_chunk, elements, 0.2)?.view.buffer().clone());
+    }
+    // The second of two layers.
+    let slots = (0..2 * s.experts).map(|i| if i < s.experts { -1 } else { (i * 7 % s.experts) as i32 });
+    let table: View = a.fixed(&slots.collect::<Vec<i32>>())?;
+    let pool =
+        ExpertPool { record, n_layers: 2, n_experts: s.experts, chunks, slots_per_chunk, table, banks: Vec::new() };
+    Ok(Experts::Pool { pool: pool.into(), layer: 1 })
+}
+
+fn combine(a: &mut Arena<'_>, n: usize, hidden: usize, top_k: usize) -> Result<Vec<Stage>> {
+    let ids: Vec<i32> = (0..n * top_k).map(|i| if i % 7 == 6 { -1 } else { i as i32 }).collect();
+    one(Combine {
+        x: a.updated(n * hidden, Fill::Uniform(1.0))?,
+        parts: a.input(n * top_k * hidden, Fill::Uniform(1.0))?,
+        ids: a.fixed(&ids)?,
+        p: CombineParams { n_rows: n as u32, top_k: top_k as u32, hidden: hidden as u32 },
+    })
+}
+
+fn edit_logits(a: &mut Arena<'_>) -> Result<Vec<Stage>> {
+    let (n, vocab) = (3, 200);
+    let edit = |row, id, repetition, subtract| LogitEdit { row, id, repetition, subtract };
+    let edits = [
+        edit(0, 5, 1.3, 0.0),
+        edit(0, 6, 1.0, 0.7),
+        edit(2, 199, 2.0, 0.25),
+        edit(1, 0, 0.5, -1.0),
+        LogitEdit::END,
+        edit(0, 7, 9.0, 9.0),
+    ];
+    one(EditLogits {
+        logits: a.updated(n * vocab, Fill::Uniform(4.0))?,
+        edits: a.fixed(&edits)?,
+        p: EditLogitsParams { n_rows: n as u32, vocab: vocab as u32, capacity: edits.len() as u32 },
+    })
+}
+
+fn top_logits(a: &mut Arena<'_>, n: usize, vocab: usize, k: usize) -> Result<Vec<Stage>> {
+    let inverse_temperatures: Vec<f32> = (0..n).map(|i| 1.0 / (0.5 + i as f32)).collect();
+    // bf16 values make ties, which must go to the lower id.
+    let tied = (0..n * vocab).map(|i| bf16::from_f32((i as f32 * 0.37).sin() * 8.0).to_f32());
+    one(TopLogits {
+        ids: a.output_i32(n * k)?,
+        values: a.output(n * k)?,
+        log_sum_exp: a.output(n)?,
+        logits: if vocab < 2000 { a.fixed(&tied.collect::<Vec<_>>())? } else { a.input(n * vocab, Fill::Uniform(8.0))? },
+        inverse_temperatures: a.fixed(&inverse_temperatures)?,
+        p: TopLogitsParams { n_rows: n as u32, vocab: vocab as u32, k: k as u32 },
+    })
+}

@@ -1,0 +1,30 @@
+//! The seam between the engine and a device.
+//!
+//! A model describes its work as [`Op`]s over [`View`]s of device memory; ops are data, and nothing here runs them.
+//! A [`Backend`] runs a list of ops at once, or records [`Stage`]s into a [`Program`] that is replayed once a step.
+//! Where a program needs the host (a MoE layer whose experts may be elsewhere) it holds a [`RoutePoint`], and the
+//! host answers it through one closure, whichever way the backend reaches the host.
+//!
+//! This crate knows no device, no model and no file format. [`conformance`] holds the tables that every backend passes.
+
+mod backend;
+mod caps;
+pub mod conformance;
+mod error;
+mod experts;
+mod format;
+mod memory;
+mod ops;
+pub mod os;
+mod program;
+mod weight;
+
+pub use backend::{Backend, Event, Lane};
+pub use caps::{Caps, Precision};
+pub use error::{Error, Result};
+pub use experts::{ExpertPool, ExpertRecord, ExpertWeights, Experts, record};
+pub use format::Format;
+pub use memory::{Buffer, DeviceMemory, HostBuffer, HostBytes, HostMemory, View};
+pub use ops::*;
+pub use program::{HostRows, Program, RouteAsk, RoutePoint, RouteReply, Serve, Stage, TableChange};
+pub use weight::{Matrix, Weight};

@@ -1,0 +1,629 @@
+//! Dot products of weight rows with activation rows, on the instruction set that the CPU has.
+//!
+//! ```text
+//! tile[n * rows + r] = sum over c of w[r, c] * x[n, c]        accumulated in f32
+//! ```
+//!
+//! The loops are here, once: `dot_rows` cuts the work into register tiles, `dot_tile_of` runs one. An instruction
+//! set adds how a register is loaded and multiplied (`Lanes`, `Load`). With one activation row the weights pass as
+//! four streams from DRAM, with software prefetch, and memory is the bound. With more, each weight that was loaded is
+//! used for four activation rows, and the multiply units are the bound. `scalar` is the reference.
+//!
+//! Nothing here knows threads, scales or quantised formats.
+
+#![allow(unsafe_code)] // Loads through pointers, and calls of code for an instruction set that was detected.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod scalar;
+
+use half::{bf16, f16};
+use std::marker::PhantomData;
+
+/// An instruction set of this CPU. That a value exists is the proof that the CPU has it.
+#[derive(Clone, Copy)]
+pub struct Isa(&'static Kernels);
+
+impl Isa {
+    /// The plain Rust reference, which every CPU runs.
+    pub const SCALAR: Self = Self(&scalar::KERNELS);
+
+    /// The fastest instruction set of this CPU.
+    pub fn detect() -> Self {
+        *Self::available().last().expect("the scalar kernels are always available")
+    }
+
+    /// Every instruction set of this CPU that has kernels, slowest first.
+    pub fn available() -> Vec<Self> {
+        let mut found = vec![Self::SCALAR];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if avx2::detected() {
+                found.push(Self(&avx2::KERNELS));
+            }
+            if avx512::detected() {
+                found.push(Self(&avx512::KERNELS));
+            }
+            if avx512::detected_bf16() {
+                found.push(Self(&avx512::KERNELS_BF16));
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        if std::arch::is_aarch64_feature_detected!("neon") {
+            found.push(Self(&neon::KERNELS));
+        }
+        found
+    }
+
+    /// `scalar`, `AVX2`, `AVX-512`, `AVX-512 BF16` or `NEON`.
+    pub fn name(self) -> &'static str {
+        self.0.name
+    }
+}
+
+impl std::fmt::Debug for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Weights `[rows, cols]`, row-major.
+#[derive(Clone, Copy, Debug)]
+pub enum WeightRows<'a> {
+    /// IEEE single precision.
+    F32(&'a [f32]),
+    /// The upper half of an f32.
+    Bf16(&'a [bf16]),
+    /// IEEE half precision.
+    F16(&'a [f16]),
+}
+
+/// One key or value row of the cache, `[head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub enum KvRow<'a> {
+    /// IEEE single precision.
+    F32(&'a [f32]),
+    /// The upper half of an f32.
+    Bf16(&'a [bf16]),
+}
+
+/// `tile[n, rows] = x[n, cols] * w[rows, cols]^T`, accumulated in f32.
+///
+/// # Panics
+/// If a slice does not have the length that its shape states.
+pub fn dot_tile(
+    isa: Isa,
+    w: WeightRows<'_>,
+    rows: usize,
+    x: &[f32],
+    n: usize,
+    cols: usize,
+    tile: &mut [f32],
+) {
+    let Isa(kernels) = isa;
+    match w {
+        WeightRows::F32(w) => dot(kernels.dot_f32, w, rows, x, n, cols, tile),
+        WeightRows::Bf16(w) => dot(kernels.dot_bf16, w, rows, x, n, cols, tile),
+        WeightRows::F16(w) => dot(kernels.dot_f16, w, rows, x, n, cols, tile),
+    }
+}
+
+/// [`dot_tile`] with activations that [`to_bf16`] rounded: twice the multiplies an instruction where the CPU has a bf16
+/// dot product (which takes subnormals as zero), the same sums elsewhere.
+///
+/// # Panics
+/// If a slice does not have the length that its shape states.
+pub fn dot_tile_bf16(isa: Isa, w: &[bf16], rows: usize, x: &[bf16], n: usize, cols: usize, tile: &mut [f32]) {
+    dot(isa.0.dot_bf16_bf16, w, rows, x, n, cols, tile);
+}
+
+/// `sum of q[c] * k[c]`, both `[head_dim]`.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn dot_kv(isa: Isa, q: &[f32], k: KvRow<'_>) -> f32 {
+    // SAFETY: `isa` exists, so the CPU has the instructions of its kernels.
+    unsafe {
+        match k {
+            KvRow::F32(k) => (isa.0.row_f32)(q, k),
+            KvRow::Bf16(k) => (isa.0.row_bf16)(q, k),
+        }
+    }
+}
+
+/// `acc[c] += p * v[c]`, both `[head_dim]`.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn axpy_kv(isa: Isa, p: f32, v: KvRow<'_>, acc: &mut [f32]) {
+    // SAFETY: `isa` exists, so the CPU has the instructions of its kernels.
+    unsafe {
+        match v {
+            KvRow::F32(v) => (isa.0.axpy_f32)(p, v, acc),
+            KvRow::Bf16(v) => (isa.0.axpy_bf16)(p, v, acc),
+        }
+    }
+}
+
+/// Rounds `x` to bf16, to nearest, ties to even; a NaN stays a NaN.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn to_bf16(isa: Isa, x: &[f32], out: &mut [bf16]) {
+    // SAFETY: `isa` exists, so the CPU has the instructions of its kernels.
+    unsafe { (isa.0.to_bf16)(x, out) }
+}
+
+/// The exclusive or of the little-endian words of `bytes`, the last one filled up with zeros: the cheapest use of every
+/// byte, and so a measure of how fast they can be read.
+pub fn xor_words(isa: Isa, bytes: &[u8]) -> u64 {
+    // SAFETY: `isa` exists, so the CPU has the instructions of its kernels.
+    unsafe { (isa.0.xor_words)(bytes) }
+}
+
+/// Weights, rows, inputs, n, cols, tile.
+type Dot<W, X> = unsafe fn(&[W], usize, &[X], usize, usize, &mut [f32]);
+
+/// The functions compiled for one instruction set; each may only be called on a CPU that has it.
+struct Kernels {
+    name: &'static str,
+    dot_f32: Dot<f32, f32>,
+    dot_bf16: Dot<bf16, f32>,
+    dot_f16: Dot<f16, f32>,
+    dot_bf16_bf16: Dot<bf16, bf16>,
+    row_f32: unsafe fn(&[f32], &[f32]) -> f32,
+    row_bf16: unsafe fn(&[f32], &[bf16]) -> f32,
+    axpy_f32: unsafe fn(f32, &[f32], &mut [f32]),
+    axpy_bf16: unsafe fn(f32, &[bf16], &mut [f32]),
+    to_bf16: unsafe fn(&[f32], &mut [bf16]),
+    xor_words: unsafe fn(&[u8]) -> u64,
+}
+
+/// Calls a kernel that was taken from an [`Isa`].
+fn dot<W, X>(kernel: Dot<W, X>, w: &[W], rows: usize, x: &[X], n: usize, cols: usize, tile: &mut [f32]) {
+    assert_eq!(Some(w.len()), rows.checked_mul(cols), "weights are [{rows}, {cols}]");
+    assert_eq!(Some(x.len()), n.checked_mul(cols), "activations are [{n}, {cols}]");
+    assert_eq!(Some(tile.len()), n.checked_mul(rows), "the tile is [{n}, {rows}]");
+    // SAFETY: the kernel comes from an `Isa`, so the CPU has its instructions.
+    unsafe { kernel(w, rows, x, n, cols, tile) }
+}
+
+/// Defines `KERNELS` for a type of [`Lanes`], each function compiled with the instruction set's features.
+macro_rules! kernels {
+    ($name:literal, $features:literal, $lanes:ty) => {
+        pub(super) const KERNELS: Kernels = Kernels {
+            name: $name,
+            dot_f32: dot::<f32, f32>,
+            dot_bf16: dot::<bf16, f32>,
+            dot_f16: dot::<f16, f32>,
+            dot_bf16_bf16: dot::<bf16, bf16>,
+            row_f32: row::<f32>,
+            row_bf16: row::<bf16>,
+            axpy_f32: axpy::<f32>,
+            axpy_bf16: axpy::<bf16>,
+            to_bf16,
+            xor_words,
+        };
+
+        #[target_feature(enable = $features)]
+        fn dot<W: Copy + Default, X: Copy + Default>(
+            w: &[W],
+            rows: usize,
+            x: &[X],
+            n: usize,
+            cols: usize,
+            tile: &mut [f32],
+        ) where
+            $lanes: Load<W> + Load<X>,
+        {
+            // SAFETY: this function has the features, and so has the CPU that runs it.
+            unsafe { dot_rows::<Fma<$lanes, W, X>>(w, rows, x, n, cols, tile) }
+        }
+
+        #[target_feature(enable = $features)]
+        fn row<K: Copy + Default>(q: &[f32], k: &[K]) -> f32
+        where
+            $lanes: Load<K>,
+        {
+            // SAFETY: this function has the features, and so has the CPU that runs it.
+            unsafe { dot_row::<Fma<$lanes, K, f32>>(k, q) }
+        }
+
+        #[target_feature(enable = $features)]
+        fn axpy<V: scalar::Widen>(p: f32, v: &[V], acc: &mut [f32]) {
+            scalar::axpy(p, v, acc);
+        }
+
+        #[target_feature(enable = $features)]
+        fn to_bf16(x: &[f32], out: &mut [bf16]) {
+            scalar::to_bf16(x, out);
+        }
+
+        #[target_feature(enable = $features)]
+        fn xor_words(bytes: &[u8]) -> u64 {
+            // SAFETY: this function has the features, and so has the CPU that runs it.
+            unsafe { xor_lanes::<$lanes>(bytes) }
+        }
+    };
+}
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use kernels;
+
+/// One or two registers of f32.
+///
+/// # Safety
+/// Of every `unsafe` function here and in the two traits below: the CPU has the instruction set, and `LEN` elements can
+/// be read at a pointer, which needs no alignment.
+trait Lanes: Copy {
+    /// f32 values in it.
+    const LEN: usize;
+    /// Weight rows of a tile with several activation rows: 4 * `ROWS` accumulators fit the register file.
+    const ROWS: usize;
+    unsafe fn zero() -> Self;
+    /// `self + a * b`.
+    unsafe fn fma(self, a: Self, b: Self) -> Self;
+    unsafe fn total(self) -> f32;
+    /// The exclusive or of the bits.
+    unsafe fn xor(self, other: Self) -> Self;
+    /// Asks for the cache line at `pointer`, which may lie anywhere.
+    fn prefetch(_pointer: *const u8) {}
+}
+
+/// Reads `LEN` elements and widens them to f32.
+trait Load<T>: Lanes {
+    unsafe fn load(pointer: *const T) -> Self;
+}
+
+/// One step of a dot product: `LEN` columns of a weight row and of an activation row.
+trait Step {
+    type Weight: Copy + Default;
+    type Input: Copy + Default;
+    /// Columns, as the multiply takes them.
+    type Operand: Copy;
+    type Sums: Lanes;
+    /// Columns of one step, at most [`MAX_LEN`].
+    const LEN: usize;
+    unsafe fn weights(pointer: *const Self::Weight) -> Self::Operand;
+    unsafe fn inputs(pointer: *const Self::Input) -> Self::Operand;
+    unsafe fn add(sums: Self::Sums, weights: Self::Operand, inputs: Self::Operand) -> Self::Sums;
+}
+
+/// The step that widens both sides to f32.
+struct Fma<V, W, X>(PhantomData<(V, W, X)>);
+
+impl<V: Load<W> + Load<X>, W: Copy + Default, X: Copy + Default> Step for Fma<V, W, X> {
+    type Weight = W;
+    type Input = X;
+    type Operand = V;
+    type Sums = V;
+    const LEN: usize = V::LEN;
+
+    #[inline(always)]
+    unsafe fn weights(pointer: *const W) -> V {
+        // SAFETY: the caller's promise is the same.
+        unsafe { V::load(pointer) }
+    }
+
+    #[inline(always)]
+    unsafe fn inputs(pointer: *const X) -> V {
+        // SAFETY: the caller's promise is the same.
+        unsafe { V::load(pointer) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(sums: V, weights: V, inputs: V) -> V {
+        // SAFETY: the caller's promise is the same.
+        unsafe { sums.fma(weights, inputs) }
+    }
+}
+
+/// The longest step in columns.
+const MAX_LEN: usize = 32;
+/// How far ahead weights are asked for: any distance from 512 to 3072 is as good; without, a fifth of the bandwidth is
+/// lost.
+const AHEAD_BYTES: usize = 1024;
+
+/// One row with one row: too short to pay for the loops of [`dot_rows`].
+#[inline(always)]
+unsafe fn dot_row<S: Step>(w: &[S::Weight], x: &[S::Input]) -> f32 {
+    assert_eq!(w.len(), x.len(), "key row and query row have one length");
+    let mut sum = [0.0];
+    // SAFETY: the caller's promise of the instruction set is passed on.
+    unsafe { dot_tile_of::<S, 1, 1>(w, x, x.len(), &mut sum, 1) };
+    sum[0]
+}
+
+/// Cuts `tile` into register tiles: groups of weight rows outside, so that a group stays in the first-level cache while
+/// all activation rows pass.
+#[inline(always)]
+unsafe fn dot_rows<S: Step>(
+    w: &[S::Weight],
+    rows: usize,
+    x: &[S::Input],
+    n: usize,
+    cols: usize,
+    tile: &mut [f32],
+) {
+    let most = if n == 1 { 4 } else { S::Sums::ROWS };
+    let mut row = 0;
+    while row < rows {
+        let w = &w[row * cols..];
+        // SAFETY: the caller's promise of the instruction set is passed on.
+        row += unsafe {
+            match most.min(rows - row) {
+                4.. => dot_group::<S, 4>(w, x, n, cols, &mut tile[row..], rows),
+                2 | 3 => dot_group::<S, 2>(w, x, n, cols, &mut tile[row..], rows),
+                _ => dot_group::<S, 1>(w, x, n, cols, &mut tile[row..], rows),
+            }
+        }
+    }
+}
+
+/// The first `R` rows of `w` with all `n` rows of `x`, into the first `R` columns of `tile`; returns `R`.
+#[inline(always)]
+unsafe fn dot_group<S: Step, const R: usize>(
+    w: &[S::Weight],
+    x: &[S::Input],
+    n: usize,
+    cols: usize,
+    tile: &mut [f32],
+    stride: usize,
+) -> usize {
+    let mut i = 0;
+    while i < n {
+        let (x, tile) = (&x[i * cols..], &mut tile[i * stride..]);
+        // SAFETY: the caller's promise of the instruction set is passed on.
+        i += unsafe {
+            match n - i {
+                4.. => dot_tile_of::<S, R, 4>(w, x, cols, tile, stride),
+                3 => dot_tile_of::<S, R, 3>(w, x, cols, tile, stride),
+                2 => dot_tile_of::<S, R, 2>(w, x, cols, tile, stride),
+                _ => dot_tile_of::<S, R, 1>(w, x, cols, tile, stride),
+            }
+        }
+    }
+    R
+}
+
+/// The first `R` rows of `w` with the first `N` rows of `x`, all sums in registers; returns `N`.
+#[inline(always)]
+unsafe fn dot_tile_of<S: Step, const R: usize, const N: usize>(
+    w: &[S::Weight],
+    x: &[S::Input],
+    cols: usize,
+    tile: &mut [f32],
+    stride: usize,
+) -> usize {
+    let (w, x) = (&w[..R * cols], &x[..N * cols]);
+    const { assert!(S::LEN <= MAX_LEN) };
+    // SAFETY: `c + LEN <= cols` in the loop, so every step reads inside the `R` and `N` rows just sliced; the padded
+    // rows of the tail are `MAX_LEN >= LEN` long. The caller promises the instruction set.
+    unsafe {
+        let mut sums = [[S::Sums::zero(); R]; N];
+        let mut c = 0;
+        while c + S::LEN <= cols {
+            let mut ahead = c + AHEAD_BYTES / size_of::<S::Weight>();
+            if ahead >= cols {
+                // The end of row r is the start of row r + 1, which another stream reads: on to the next group.
+                ahead += (R - 1) * cols;
+            }
+            for r in 0..R {
+                S::Sums::prefetch(w.as_ptr().wrapping_add(r * cols + ahead).cast());
+            }
+            step::<S, R, N>(&mut sums, w.as_ptr().add(c), x.as_ptr().add(c), cols);
+            c += S::LEN;
+        }
+        if c < cols {
+            let (w, x) = (padded::<_, R>(w, c, cols), padded::<_, N>(x, c, cols));
+            step::<S, R, N>(&mut sums, w.as_ptr().cast(), x.as_ptr().cast(), MAX_LEN);
+        }
+        for i in 0..N {
+            for r in 0..R {
+                tile[i * stride + r] = sums[i][r].total();
+            }
+        }
+    }
+    N
+}
+
+/// Adds `S::LEN` columns of `R` weight rows times `N` activation rows; rows lie `stride` elements apart.
+#[inline(always)]
+unsafe fn step<S: Step, const R: usize, const N: usize>(
+    sums: &mut [[S::Sums; R]; N],
+    w: *const S::Weight,
+    x: *const S::Input,
+    stride: usize,
+) {
+    // SAFETY: the caller promises the instruction set and `LEN` elements in each of the rows.
+    unsafe {
+        let mut weights = [S::weights(w); R];
+        for (r, weights) in weights.iter_mut().enumerate().skip(1) {
+            *weights = S::weights(w.add(r * stride));
+        }
+        for (i, sums) in sums.iter_mut().enumerate() {
+            let inputs = S::inputs(x.add(i * stride));
+            for (sums, weights) in sums.iter_mut().zip(weights) {
+                *sums = S::add(*sums, weights, inputs);
+            }
+        }
+    }
+}
+
+/// [`scalar::xor_words`] in eight registers, which are folded at the end.
+#[inline(always)]
+unsafe fn xor_lanes<V: Load<f32>>(bytes: &[u8]) -> u64 {
+    let blocks = bytes.chunks_exact(8 * size_of::<V>());
+    let rest = scalar::xor_words(blocks.remainder());
+    // SAFETY: a block is eight registers long, and the bytes of a register can be read while it lives. The caller
+    // promises the instruction set.
+    unsafe {
+        let mut sums = [V::zero(); 8];
+        for block in blocks {
+            for (i, sum) in sums.iter_mut().enumerate() {
+                let pointer = block.as_ptr().add(i * size_of::<V>());
+                V::prefetch(pointer.wrapping_add(4 * AHEAD_BYTES));
+                *sum = sum.xor(V::load(pointer.cast()));
+            }
+        }
+        let sums = std::slice::from_raw_parts(sums.as_ptr().cast(), size_of_val(&sums));
+        scalar::xor_words(sums) ^ rest
+    }
+}
+
+/// The columns from `c` of each row, filled up with zeros.
+fn padded<T: Copy + Default, const ROWS: usize>(rows: &[T], c: usize, cols: usize) -> [[T; MAX_LEN]; ROWS] {
+    let mut padded = [[T::default(); MAX_LEN]; ROWS];
+    for (padded, row) in padded.iter_mut().zip(rows.chunks_exact(cols)) {
+        padded[..cols - c].copy_from_slice(&row[c..]);
+    }
+    padded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values in -1..1 with a few exact zeros, the same for the same seed.
+    fn random(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(2_654_435_769) | 1;
+        let next = |_| {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            if state % 17 == 0 { 0.0 } else { state as f32 / 2_147_483_648.0 - 1.0 }
+        };
+        (0..len).map(next).collect()
+    }
+
+    /// Checks `tile` against sums in f64: an error of `cols` roundings of the sum of magnitudes is the most that any
+    /// order of f32 additions may leave.
+    fn check(w: &[f32], rows: usize, x: &[f32], n: usize, cols: usize, tile: &[f32], case: &str) {
+        for i in 0..n {
+            for r in 0..rows {
+                let terms = w[r * cols..][..cols].iter().zip(&x[i * cols..][..cols]);
+                let terms = terms.map(|(w, x)| f64::from(*w) * f64::from(*x));
+                let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+                let error = (f64::from(tile[i * rows + r]) - sum).abs();
+                let bound = (cols + 8) as f64 * f64::from(f32::EPSILON) / 2.0 * size;
+                assert!(error <= bound, "{case} [{i}, {r}]: error {error:e}, bound {bound:e}");
+            }
+        }
+    }
+
+    fn check_all_formats(isa: Isa, rows: usize, n: usize, cols: usize) {
+        let case = format!("{isa:?} rows {rows} n {n} cols {cols}");
+        let (w, x) = (random(rows * cols, 1 + cols as u32), random(n * cols, 1000 + cols as u32));
+        let mut tile = vec![f32::NAN; n * rows];
+        let mut run = |w: WeightRows<'_>, stored: &[f32]| {
+            tile.fill(f32::NAN);
+            dot_tile(isa, w, rows, &x, n, cols, &mut tile);
+            check(stored, rows, &x, n, cols, &tile, &case);
+        };
+        run(WeightRows::F32(&w), &w);
+        let halves: Vec<f16> = w.iter().map(|&w| f16::from_f32(w)).collect();
+        run(WeightRows::F16(&halves), &halves.iter().map(|w| w.to_f32()).collect::<Vec<_>>());
+        let rounded =
+            |values: &[f32]| -> Vec<bf16> { values.iter().map(|&value| bf16::from_f32(value)).collect() };
+        let widened = |values: &[bf16]| -> Vec<f32> { values.iter().map(|value| value.to_f32()).collect() };
+        let brains = rounded(&w);
+        run(WeightRows::Bf16(&brains), &widened(&brains));
+
+        let x = rounded(&x);
+        tile.fill(f32::NAN);
+        dot_tile_bf16(isa, &brains, rows, &x, n, cols, &mut tile);
+        check(&widened(&brains), rows, &widened(&x), n, cols, &tile, &case);
+    }
+
+    #[test]
+    fn every_tile_shape_on_every_instruction_set() {
+        for isa in Isa::available() {
+            for rows in 1..=9 {
+                for n in 1..=9 {
+                    check_all_formats(isa, rows, n, 37);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_tail_of_columns_on_every_instruction_set() {
+        for isa in Isa::available() {
+            for cols in (0..=70).chain([127, 2048]) {
+                for (rows, n) in [(5, 1), (6, 5)] {
+                    check_all_formats(isa, rows, n, cols);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn empty_shapes_are_nothing_to_do() {
+        for isa in Isa::available() {
+            dot_tile(isa, WeightRows::F32(&[]), 0, &[1.0, 2.0], 1, 2, &mut []);
+            dot_tile(isa, WeightRows::F32(&[1.0, 2.0]), 1, &[], 0, 2, &mut []);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "the tile is [1, 2]")]
+    fn a_wrong_length_panics() {
+        dot_tile(Isa::detect(), WeightRows::F32(&[0.0; 6]), 2, &[0.0; 3], 1, 3, &mut [0.0]);
+    }
+
+    #[test]
+    fn rounding_is_that_of_half() {
+        let corners =
+            [0x7f80_0000, 0x7f80_0001, 0x7fff_ffff, 0x7f7f_ffff, 1, 0x8000, 0x8001, 0x1_8000, 0x007f_ffff];
+        let sweep =
+            (0..=u16::MAX).flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| (high, low)));
+        let bits = sweep.map(|(high, low)| u32::from(high) << 16 | low).chain(corners);
+        let x: Vec<f32> = bits.map(f32::from_bits).collect();
+        let mut out = vec![bf16::ZERO; x.len()];
+        for isa in Isa::available() {
+            to_bf16(isa, &x, &mut out);
+            for (x, out) in x.iter().zip(&out) {
+                assert_eq!(out.to_bits(), bf16::from_f32(*x).to_bits(), "{isa:?} {:#x}", x.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn attention_rows() {
+        for isa in Isa::available() {
+            for len in [1, 31, 64, 80, 128, 256] {
+                let (q, k) = (random(len, 5), random(len, 6));
+                let k_bf16: Vec<bf16> = k.iter().map(|&k| bf16::from_f32(k)).collect();
+                let k_widened: Vec<f32> = k_bf16.iter().map(|k| k.to_f32()).collect();
+                check(&k, 1, &q, 1, len, &[dot_kv(isa, &q, KvRow::F32(&k))], "f32 keys");
+                check(&k_widened, 1, &q, 1, len, &[dot_kv(isa, &q, KvRow::Bf16(&k_bf16))], "bf16 keys");
+
+                let (mut acc, mut acc_bf16) = (q.clone(), q.clone());
+                axpy_kv(isa, 0.3, KvRow::F32(&k), &mut acc);
+                axpy_kv(isa, 0.3, KvRow::Bf16(&k_bf16), &mut acc_bf16);
+                for c in 0..len {
+                    assert!((acc[c] - (q[c] + 0.3 * k[c])).abs() <= 1e-6, "{isa:?} f32 values [{c}]");
+                    assert!(
+                        (acc_bf16[c] - (q[c] + 0.3 * k_widened[c])).abs() <= 1e-6,
+                        "{isa:?} bf16 values [{c}]"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn checksums_agree_and_see_every_byte() {
+        for len in [0, 1, 7, 8, 9, 511, 512, 513, 1600] {
+            let bytes: Vec<u8> = (0..len).map(|i| (i * 37 % 256) as u8).collect();
+            let word = |chunk: &[u8]| chunk.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));
+            let expected = bytes.chunks(8).map(word).fold(0, |sum, word| sum ^ word);
+            for isa in Isa::available() {
+                assert_eq!(xor_words(isa, &bytes), expected, "{isa:?}, {len} bytes");
+            }
+        }
+    }
+}

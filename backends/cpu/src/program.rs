@@ -1,0 +1,127 @@
+//! Programs on the CPU: the stages as they are, and route points answered by a call.
+
+use freetoken_backend::{ExpertMlp, Experts, Program, Result, RouteAsk, RouteReply, Serve, Stage, View};
+
+use crate::{
+    Cpu,
+    fast::{Fast, Scratch, matrices_in},
+    memory::{self, slice, slice_mut},
+};
+
+pub(crate) struct CpuProgram {
+    cpu: Cpu,
+    stages: Vec<Stage>,
+    outputs: Vec<(View, Vec<u32>)>,
+    reply: RouteReply,
+}
+
+impl CpuProgram {
+    pub(crate) fn new(cpu: Cpu, stages: &[Stage], outputs: &[View]) -> Self {
+        let n_experts = stages.iter().map(|stage| match stage {
+            Stage::Route(point) => point.mlp.p.n_experts as usize,
+            Stage::Ops(_) => 0,
+        });
+        CpuProgram {
+            reply: RouteReply::with_capacity(n_experts.max().unwrap_or(0)),
+            stages: stages.to_vec(),
+            outputs: outputs.iter().map(|view| (view.clone(), vec![0; view.bytes() / 4])).collect(),
+            cpu,
+        }
+    }
+}
+
+impl Program for CpuProgram {
+    fn replay(&mut self, serve: &mut Serve<'_>) -> Result<()> {
+        let CpuProgram { cpu, stages, outputs, reply } = self;
+        let mut scratch = cpu.lock();
+        for stage in stages {
+            match stage {
+                Stage::Ops(ops) => ops.iter().for_each(|op| cpu.0.run(op, &mut scratch)),
+                Stage::Route(point) => {
+                    let (pool_layer, p) = (layer(&point.mlp), &point.mlp.p);
+                    let (n_rows, top_k) = (p.n_rows as usize, p.top_k as usize);
+                    let ask = RouteAsk {
+                        layer: pool_layer,
+                        n_rows,
+                        top_k,
+                        ids: &slice(&point.mlp.ids)[..n_rows * top_k],
+                        weights: &slice(&point.mlp.weights)[..n_rows * top_k],
+                        rows: &slice(&point.mlp.x)[..n_rows * p.hidden as usize],
+                    };
+                    reply.clear();
+                    serve(&ask, reply)?;
+                    apply(&point.mlp, reply);
+                    let fast = cpu.0.fast.as_ref().expect("the reference records no route point");
+                    compute(fast, &point.mlp, reply, &mut scratch);
+                    take_host_rows(&point.mlp, reply)?;
+                }
+            }
+        }
+        for (view, bytes) in outputs {
+            bytes.copy_from_slice(slice(view));
+        }
+        Ok(())
+    }
+
+    fn output(&self, i: usize) -> &[u32] {
+        &self.outputs[i].1
+    }
+}
+
+fn layer(mlp: &ExpertMlp) -> u32 {
+    match &mlp.experts {
+        Experts::Pool { layer, .. } => *layer,
+        Experts::InPlace(_) => unreachable!("checked when the program was recorded"),
+    }
+}
+
+/// Table changes, then fetches.
+fn apply(mlp: &ExpertMlp, reply: &RouteReply) {
+    let Experts::Pool { pool, layer } = &mlp.experts else { unreachable!("checked when the program was recorded") };
+    let table = slice_mut::<i32>(&pool.table);
+    for change in &reply.table {
+        table[change.entry as usize] = change.slot;
+    }
+    for &(expert, slot) in &reply.fetch {
+        slice_mut::<u8>(&pool.slot(slot as usize)).copy_from_slice(pool.banked(*layer, expert));
+    }
+}
+
+/// Everything but what the host computes: hits and arrivals from slots, the rest from the host bank.
+fn compute(fast: &Fast, mlp: &ExpertMlp, reply: &RouteReply, scratch: &mut Scratch) {
+    let Experts::Pool { pool, layer } = &mlp.experts else { unreachable!("checked when the program was recorded") };
+    let routed = slice::<i32>(&mlp.ids);
+    let mut ids = std::mem::take(&mut scratch.ids);
+    for (id, &routed) in ids.iter_mut().zip(routed) {
+        *id = if routed >= 0 && reply.host.contains(&(routed as u32)) { -1 } else { routed };
+    }
+    let find = |expert: usize| {
+        let slot = slice::<i32>(&pool.table)[pool.entry(*layer, expert as u32)];
+        if slot < 0 {
+            assert!(reply.read_in_place.contains(&(expert as u32)), "expert {expert} was left out of the reply");
+            return matrices_in(&pool.record, pool.banked(*layer, expert as u32));
+        }
+        let (slot, bytes) = (slot as usize, pool.record.bytes);
+        let chunk = memory::bytes(&pool.chunks[slot / pool.slots_per_chunk]);
+        matrices_in(&pool.record, &chunk[slot % pool.slots_per_chunk * bytes..][..bytes])
+    };
+    fast.expert_mlp(mlp, &ids[..(mlp.p.n_rows * mlp.p.top_k) as usize], &find, scratch);
+    scratch.ids = ids;
+}
+
+/// The rows that the host computed meanwhile, each to its own place.
+fn take_host_rows(mlp: &ExpertMlp, reply: &RouteReply) -> Result<()> {
+    if reply.host.is_empty() {
+        return Ok(());
+    }
+    let rows = reply.host_rows.as_ref().expect("a reply with host experts has their rows");
+    let (rows, hidden) = (rows.wait()?, mlp.p.hidden as usize);
+    let parts = slice_mut::<f32>(&mlp.parts);
+    for (route, &id) in slice::<i32>(&mlp.ids)[..(mlp.p.n_rows * mlp.p.top_k) as usize].iter().enumerate() {
+        if id >= 0 && reply.host.contains(&(id as u32)) {
+            let range = route * hidden..(route + 1) * hidden;
+            parts[range.clone()].copy_from_slice(&rows[range]);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! The scalar reference of every op: one thread, sums in f64, no cleverness. What other kernels are held against.
+
+mod attention;
+mod combine;
+mod edit_logits;
+mod embed;
+mod expert_mlp;
+mod matmul;
+mod rope_cache;
+mod route;
+mod top_logits;
+
+use freetoken_backend::{Format, Op, Weight};
+use half::{bf16, f16};
+
+pub(crate) use combine::combine;
+pub(crate) use edit_logits::edit_logits;
+pub(crate) use expert_mlp::{Found, find};
+pub(crate) use rope_cache::rope_cache;
+pub(crate) use route::choose;
+pub(crate) use top_logits::order;
+
+use crate::memory::slice;
+
+/// Runs one op.
+pub(crate) fn run(op: &Op) {
+    match op {
+        Op::Embed(op) => embed::embed(op),
+        Op::MatMul(op) => matmul::matmul(op),
+        Op::RopeCache(op) => rope_cache(op),
+        Op::Attention(op) => attention::attention(op),
+        Op::Route(op) => route::route(op),
+        Op::ExpertMlp(op) => expert_mlp::expert_mlp(op),
+        Op::Combine(op) => combine(op),
+        Op::EditLogits(op) => edit_logits(op),
+        Op::TopLogits(op) => top_logits::top_logits(op),
+    }
+}
+
+/// `n` elements of a weight from element `start` on, as f32.
+pub(crate) fn elements(weight: &Weight, start: usize, n: usize) -> Vec<f32> {
+    let end = start + n;
+    match weight.format {
+        Format::F32 => slice::<f32>(&weight.view)[start..end].to_vec(),
+        Format::Bf16 => slice::<bf16>(&weight.view)[start..end].iter().map(|v| v.to_f32()).collect(),
+        Format::F16 => slice::<f16>(&weight.view)[start..end].iter().map(|v| v.to_f32()).collect(),
+    }
+}
+
+/// Row `row` of a weight, as f32.
+fn row(weight: &Weight, row: usize) -> Vec<f32> {
+    elements(weight, row * weight.cols, weight.cols)
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(&a, &b)| a as f64 * b as f64).sum::<f64>() as f32
+}
+
+/// `x / sqrt(mean(x^2) + eps) * weight`
+fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let scale = rms_scale(x, eps);
+    x.iter().zip(weight).map(|(x, w)| x * scale * w).collect()
+}
+
+/// `1 / sqrt(mean(x^2) + eps)`
+pub(crate) fn rms_scale(x: &[f32], eps: f32) -> f32 {
+    let mut lanes = [0.0_f64; 8];
+    for chunk in x.chunks(8) {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, &v)| *lane += v as f64 * v as f64);
+    }
+    let mean = lanes.iter().sum::<f64>() / x.len() as f64;
+    (1.0 / (mean + eps as f64).sqrt()) as f32
+}
+
+/// `x * sigmoid(x)`
+pub(crate) fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}

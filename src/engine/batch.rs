@@ -1,0 +1,277 @@
+//! A batch bucket: the named buffers that ops of a step read and write. Activations are a buffer each; what the host writes
+//! every step lies in one buffer, so that it is one write.
+
+use freetoken_backend::{
+    Backend, Format, KvCache, LogitEdit, MAX_TOP_LOGITS, PAGE_TOKENS, Precision, Result, View,
+};
+
+use crate::models::{MOE_TILE_ROWS, Model};
+
+/// Sections of the input buffer start at a multiple of this many bytes, which every device can bind at.
+const SECTION_ALIGN: usize = 256;
+/// Rows whose logits are computed at a time, and sequences of a batch.
+pub(super) const MAX_SEQUENCES: usize = 16;
+/// Edits of logits a step; a step that needs more edits on the host.
+pub(super) const MAX_EDITS: usize = 16_384;
+
+/// What bounds the buffers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// Largest bucket.
+    pub(super) max_rows: usize,
+    /// Longest sequence, in tokens.
+    pub(super) context: usize,
+    /// Pages of the cache.
+    pub(super) n_pages: usize,
+}
+
+/// The buffers of a bucket, as models bind them. Smaller buckets are the front of the same buffers.
+#[derive(Debug, Clone)]
+pub struct Batch {
+    /// Rows of this bucket.
+    pub n_rows: usize,
+    /// Rows of the block table, and rows whose logits are computed.
+    pub n_sequences: usize,
+    /// Columns of the block table.
+    pub max_pages: usize,
+    /// All that the host writes in a step; the next fields are parts of it.
+    pub input: View,
+    /// i32 `[n_rows]`
+    pub ids: View,
+    /// i32 `[n_rows]`
+    pub positions: View,
+    /// i32 `[n_rows]`: row of the block table, -1 for padding.
+    pub sequences: View,
+    /// i32 `[n_rows]`
+    pub kv_slots: View,
+    /// i32 `[n_sequences, max_pages]`
+    pub block_table: View,
+    /// i32 `[n_sequences]`: rows of `x`
+    pub logit_rows: View,
+    /// f32 `[n_sequences]`
+    pub inverse_temperatures: View,
+    /// [`LogitEdit`] `[MAX_EDITS]`
+    pub edits: View,
+    /// f32 `[n_rows, hidden]`: the residual stream.
+    pub x: View,
+    /// f32 `[n_rows, (n_heads + 2 n_kv_heads) * head_dim]`
+    pub qkv: View,
+    /// f32 `[n_rows, n_heads * head_dim]`
+    pub q: View,
+    /// f32 `[n_rows, n_heads * head_dim]`
+    pub attended: View,
+    /// f32 `[n_rows, intermediate]`
+    pub inner: View,
+    /// f32 `[n_rows, hidden]`
+    pub normed: View,
+    /// i32 `[n_rows, top_k]`
+    pub expert_ids: View,
+    /// f32 `[n_rows, top_k]`
+    pub expert_weights: View,
+    /// f32 `[rows of a tile, top_k, hidden]`
+    pub parts: View,
+    /// f32 `[n_sequences, vocab]`
+    pub logits: View,
+    /// i32 `[n_sequences, MAX_TOP_LOGITS]`
+    pub top_ids: View,
+    /// f32 `[n_sequences, MAX_TOP_LOGITS]`
+    pub top_values: View,
+    /// f32 `[n_sequences]`
+    pub log_sum_exp: View,
+    /// A cache a layer.
+    pub kv: Vec<KvCache>,
+    /// f32 `[max_positions, rotary_dim / 2, 2]`
+    pub rotary: View,
+    /// Rotated width of a head.
+    pub rotary_dim: usize,
+    /// Rows of `rotary`.
+    pub max_positions: usize,
+}
+
+/// Where the parts of a step's input lie, in bytes of the input buffer. The list of edits comes last, so that a step
+/// writes only as much of it as there is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct InputLayout {
+    pub(super) ids: usize,
+    pub(super) positions: usize,
+    pub(super) sequences: usize,
+    pub(super) kv_slots: usize,
+    pub(super) logit_rows: usize,
+    pub(super) inverse_temperatures: usize,
+    pub(super) block_table: usize,
+    pub(super) edits: usize,
+    pub(super) bytes: usize,
+}
+
+impl InputLayout {
+    /// Of a bucket.
+    pub(super) fn new(n_rows: usize, n_sequences: usize, max_pages: usize) -> Self {
+        let mut end = 0;
+        let mut section = |bytes: usize| {
+            let start = end;
+            end += bytes.next_multiple_of(SECTION_ALIGN);
+            start
+        };
+        InputLayout {
+            ids: section(n_rows * 4),
+            positions: section(n_rows * 4),
+            sequences: section(n_rows * 4),
+            kv_slots: section(n_rows * 4),
+            logit_rows: section(n_sequences * 4),
+            inverse_temperatures: section(n_sequences * 4),
+            block_table: section(n_sequences * max_pages * 4),
+            edits: section(MAX_EDITS * size_of::<LogitEdit>()),
+            bytes: end,
+        }
+    }
+}
+
+/// Format of the KV cache.
+pub(super) fn kv_format(precision: Precision) -> Format {
+    match precision {
+        Precision::Auto => Format::Bf16,
+        Precision::F32 => Format::F32,
+    }
+}
+
+/// f32 values that each activation takes, in the order of [`Batch`]'s fields: those with `max_rows` rows, then the rest.
+fn activations(model: &dyn Model, max_rows: usize) -> [usize; 13] {
+    let s = model.sizes();
+    let (heads, kv_heads) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
+    let (top_k, is_moe) = s.moe.map_or((0, 0), |moe| (moe.top_k, 1));
+    let n = max_rows;
+    [
+        n * s.hidden,
+        n * (heads + 2 * kv_heads),
+        n * heads,
+        n * heads,
+        n * s.intermediate,
+        n * s.hidden * is_moe,
+        n * top_k,
+        n * top_k,
+        n.min(MOE_TILE_ROWS) * top_k * s.hidden,
+        MAX_SEQUENCES * s.vocab,
+        MAX_SEQUENCES * MAX_TOP_LOGITS,
+        MAX_SEQUENCES * MAX_TOP_LOGITS,
+        MAX_SEQUENCES,
+    ]
+}
+
+/// Bytes that a batch, its caches included, will take on a device.
+pub(super) fn bytes(model: &dyn Model, limits: &Limits, precision: Precision) -> u64 {
+    let s = model.sizes();
+    let page = KvCache::page_bytes(kv_format(precision), s.n_kv_heads, s.head_dim) as u64;
+    let kv = page * limits.n_pages as u64 * s.n_layers as u64;
+    let activations: usize = activations(model, limits.max_rows).iter().sum();
+    let rotary = limits.context * model.rope().rotary_dim();
+    kv + 4 * (activations + rotary) as u64
+}
+
+impl Batch {
+    /// Makes the buffers of the largest bucket.
+    ///
+    /// # Errors
+    /// The device has no room.
+    pub(super) fn new(backend: &dyn Backend, model: &dyn Model, limits: &Limits) -> Result<Self> {
+        let s = model.sizes();
+        let max_pages = limits.context.div_ceil(PAGE_TOKENS);
+        let input = backend.alloc(InputLayout::new(limits.max_rows, MAX_SEQUENCES, max_pages).bytes)?.whole();
+        let format = kv_format(backend.caps().precision);
+        let page_bytes = KvCache::page_bytes(format, s.n_kv_heads, s.head_dim);
+        let mut kv = Vec::new();
+        for _ in 0..s.n_layers {
+            let view = backend.alloc(limits.n_pages * page_bytes)?.whole();
+            kv.push(KvCache { view, format, n_pages: limits.n_pages });
+        }
+        let table = model.rope().table(limits.context);
+        let rotary = backend.alloc(table.len() * 4)?.whole();
+        backend.write(&rotary, bytemuck::cast_slice(&table))?;
+        let mut buffers = Vec::new();
+        for values in activations(model, limits.max_rows) {
+            buffers.push(backend.alloc(values * 4)?.whole());
+        }
+        let [x, qkv, q, attended, inner, normed, expert_ids, expert_weights, parts, logits, top_ids, top_values, lse] =
+            <[View; 13]>::try_from(buffers).expect("a buffer for each activation");
+        let whole = Batch {
+            n_rows: limits.max_rows,
+            n_sequences: MAX_SEQUENCES,
+            max_pages,
+            ids: input.clone(),
+            positions: input.clone(),
+            sequences: input.clone(),
+            kv_slots: input.clone(),
+            block_table: input.clone(),
+            logit_rows: input.clone(),
+            inverse_temperatures: input.clone(),
+            edits: input.clone(),
+            input,
+            x,
+            qkv,
+            q,
+            attended,
+            inner,
+            normed,
+            expert_ids,
+            expert_weights,
+            parts,
+            logits,
+            top_ids,
+            top_values,
+            log_sum_exp: lse,
+            kv,
+            rotary,
+            rotary_dim: model.rope().rotary_dim(),
+            max_positions: limits.context,
+        };
+        Ok(whole.bucket(limits.max_rows))
+    }
+
+    /// The front of the buffers, for a bucket of `n_rows` rows.
+    pub(super) fn bucket(&self, n_rows: usize) -> Batch {
+        assert!(n_rows <= self.n_rows, "a bucket of these buffers");
+        let n_sequences = n_rows.min(MAX_SEQUENCES);
+        let layout = InputLayout::new(n_rows, n_sequences, self.max_pages);
+        let section = |start: usize, bytes: usize| self.input.slice(start..start + bytes);
+        Batch {
+            n_rows,
+            n_sequences,
+            ids: section(layout.ids, n_rows * 4),
+            positions: section(layout.positions, n_rows * 4),
+            sequences: section(layout.sequences, n_rows * 4),
+            kv_slots: section(layout.kv_slots, n_rows * 4),
+            block_table: section(layout.block_table, n_sequences * self.max_pages * 4),
+            logit_rows: section(layout.logit_rows, n_sequences * 4),
+            inverse_temperatures: section(layout.inverse_temperatures, n_sequences * 4),
+            edits: section(layout.edits, MAX_EDITS * size_of::<LogitEdit>()),
+            ..self.clone()
+        }
+    }
+
+    /// Where the host writes.
+    pub(super) fn layout(&self) -> InputLayout {
+        InputLayout::new(self.n_rows, self.n_sequences, self.max_pages)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_of_the_input_do_not_meet() {
+        let l = InputLayout::new(1000, 16, 77);
+        let starts = [
+            l.ids,
+            l.positions,
+            l.sequences,
+            l.kv_slots,
+            l.logit_rows,
+            l.inverse_temperatures,
+            l.block_table,
+            l.edits,
+            l.bytes,
+        ];
+        assert!(starts.is_sorted() && starts.iter().all(|s| s.is_multiple_of(SECTION_ALIGN)));
+        assert!(l.positions >= 4000 && l.bytes - l.edits >= MAX_EDITS * 16 && l.edits - l.block_table >= 16 * 77 * 4);
+    }
+}

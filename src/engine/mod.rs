@@ -1,0 +1,14 @@
+//! The engine: sequences in, tokens out. It records a program for each batch bucket, packs what changes from step to step
+//! into one small write, and keeps the paged KV cache. It knows no tensor of a checkpoint and no request of a client.
+
+mod batch;
+mod kv;
+pub mod philox;
+pub mod sampling;
+mod sequence;
+mod step;
+
+pub use batch::Batch;
+pub use kv::BlockPool;
+pub use sequence::Sequence;
+pub use step::{Engine, EngineError, EngineOptions, Trace};

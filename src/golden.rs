@@ -1,0 +1,243 @@
+//! Golden checks: a checkpoint with the outputs that an independent implementation computed from it (`tests/golden`), and
+//! what this engine computes on a device. `cargo test` and `freetoken selftest --golden` run the same code.
+
+use std::{collections::BTreeMap, path::Path, sync::Arc};
+
+use anyhow::{Context, Result, ensure};
+use freetoken_backend::{Backend, Precision};
+use serde_json::Value;
+
+use crate::{
+    chat::template::Prompt,
+    engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
+    formats::{json, safetensors::Shard},
+    model_files::ModelFiles,
+};
+
+/// One thing that was compared.
+#[derive(Debug, Clone)]
+pub struct Check {
+    /// What.
+    pub name: String,
+    /// What was seen, in words.
+    pub seen: String,
+    /// Whether it is within the bound.
+    pub passed: bool,
+}
+
+/// What a golden checkpoint showed.
+#[derive(Debug, Clone, Default)]
+pub struct GoldenReport {
+    /// In the order in which they were made.
+    pub checks: Vec<Check>,
+}
+
+impl GoldenReport {
+    /// Whether something was compared and all of it is within bounds.
+    pub fn passed(&self) -> bool {
+        !self.checks.is_empty() && self.checks.iter().all(|check| check.passed)
+    }
+
+    fn within(&mut self, name: String, got: f64, bound: f64) {
+        let passed = got <= bound;
+        self.checks.push(Check { name, seen: format!("{got:.2e}, bound {bound:.1e}"), passed });
+    }
+
+    fn equal<T: PartialEq + std::fmt::Debug>(&mut self, name: String, got: &[T], want: &[T]) {
+        let first = got.iter().zip(want).position(|(a, b)| a != b);
+        let seen = match first {
+            _ if got == want => format!("{} equal", want.len()),
+            Some(i) => format!("differ from place {i} on: {:?} instead of {:?}", got[i], want[i]),
+            None => format!("{} instead of {}", got.len(), want.len()),
+        };
+        self.checks.push(Check { name, seen, passed: got == want });
+    }
+}
+
+impl std::fmt::Display for GoldenReport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for check in &self.checks {
+            writeln!(f, "{:<12} {:<44} {}", if check.passed { "ok" } else { "FAILED" }, check.name, check.seen)?;
+        }
+        let passed = self.checks.iter().filter(|check| check.passed).count();
+        write!(f, "{passed} passed, {} failed", self.checks.len() - passed)
+    }
+}
+
+/// Tensors of `expected.safetensors`.
+struct Expected(BTreeMap<String, (Vec<usize>, Vec<u8>)>);
+
+impl Expected {
+    fn open(dir: &Path) -> Result<Self> {
+        let shard = Shard::open(&dir.join("expected.safetensors"))?;
+        let tensor = |name: &String| {
+            let tensor = shard.tensor(name).expect("named by the shard itself");
+            (name.clone(), (tensor.shape.clone(), tensor.bytes.as_slice().to_vec()))
+        };
+        Ok(Expected(shard.entries().keys().map(tensor).collect()))
+    }
+
+    fn get<T: bytemuck::Pod>(&self, name: &str) -> Option<Vec<T>> {
+        self.0.get(name).map(|(_, bytes)| bytemuck::allocation::pod_collect_to_vec(bytes))
+    }
+}
+
+/// Checks one golden directory on a device. The report says what differs; an error means that nothing could be compared.
+///
+/// # Errors
+/// A missing or broken file, or the device's refusal.
+pub fn run(dir: &Path, backend: &Arc<dyn Backend>) -> Result<GoldenReport> {
+    let facts: Value = json::read(&dir.join("expected.json"), json::CONFIG_LIMIT)?;
+    let files = ModelFiles::open(Some(dir))?;
+    let expected = Expected::open(dir)?;
+    let options = EngineOptions { context: 512, max_sequences: 4, max_chunk: 256 };
+    let mut engine = files.engine(backend.clone(), options, &mut |_| ())?;
+    let mut report = GoldenReport::default();
+    let prompts = facts["prompts"].as_array().context("expected.json: `prompts` is missing")?;
+    for prompt in prompts.iter().filter_map(Value::as_str) {
+        let tokens: Vec<u32> = expected.get(&format!("{prompt}.input_ids")).context("no input_ids")?;
+        match backend.caps().precision {
+            Precision::F32 => exact(&mut engine, prompt, &tokens, &expected, &facts, &mut report)?,
+            Precision::Auto => close(&mut engine, prompt, &tokens, &expected, &facts, &mut report)?,
+        }
+    }
+    text(&files, &mut engine, &facts, &mut report)?;
+    Ok(report)
+}
+
+fn tolerance(facts: &Value, name: &str) -> Result<f64> {
+    facts["tolerance"][name].as_f64().with_context(|| format!("expected.json: `tolerance.{name}` is missing"))
+}
+
+/// In f32: hidden states, routes, logits by every way of prefilling, greedy tokens.
+fn exact(
+    engine: &mut Engine,
+    prompt: &str,
+    tokens: &[u32],
+    expected: &Expected,
+    facts: &Value,
+    report: &mut GoldenReport,
+) -> Result<()> {
+    let mut sequence = Sequence::new(tokens, SamplingParams::GREEDY, tokens.len());
+    let trace = engine.trace(&mut sequence, tokens.len())?;
+    engine.release(&mut sequence);
+    for (layer, hidden) in trace.hidden.iter().enumerate() {
+        let name = format!("{prompt}.hidden.{layer}");
+        if let Some(want) = expected.get::<f32>(&name) {
+            let largest = want.iter().fold(0.0_f64, |max, v| max.max(v.abs() as f64));
+            report.within(name, max_difference(hidden, &want) / largest, tolerance(facts, "hidden_rel_f32")?);
+        }
+        if let Some(want) = expected.get::<i32>(&format!("{prompt}.router_ids.{layer}")) {
+            let (ids, weights) = &trace.routes[layer];
+            report.equal(format!("{prompt}.router_ids.{layer}"), ids, &want);
+            let name = format!("{prompt}.router_weights.{layer}");
+            let want: Vec<f32> = expected.get(&name).context("no router weights")?;
+            report.within(name, max_difference(weights, &want), tolerance(facts, "router_weights_abs_f32")?);
+        }
+    }
+    let want: Vec<f32> = expected.get(&format!("{prompt}.logits")).context("no logits")?;
+    for (way, chunk) in [("in one go", usize::MAX), ("in chunks of 64", 64), ("in chunks of 7", 7), ("one by one", 1)] {
+        let got = logits(engine, tokens, chunk)?;
+        let name = format!("{prompt}.logits {way}");
+        report.within(name, max_difference(&got, &want), tolerance(facts, "logits_abs_f32")?);
+    }
+    let want: Vec<u32> = expected.get(&format!("{prompt}.greedy_ids")).context("no greedy ids")?;
+    report.equal(format!("{prompt}.greedy_ids"), &greedy(engine, tokens, want.len())?, &want);
+    Ok(())
+}
+
+/// In the fast mode, where a rounding may change a route: the logits' root mean square error and the best tokens.
+fn close(
+    engine: &mut Engine,
+    prompt: &str,
+    tokens: &[u32],
+    expected: &Expected,
+    facts: &Value,
+    report: &mut GoldenReport,
+) -> Result<()> {
+    let want: Vec<f32> = expected.get(&format!("{prompt}.logits")).context("no logits")?;
+    let got = logits(engine, tokens, usize::MAX)?;
+    ensure!(got.len() == want.len(), "{prompt}.logits: {} values instead of {}", got.len(), want.len());
+    let squares: f64 = got.iter().zip(&want).map(|(a, b)| (*a as f64 - *b as f64).powi(2)).sum();
+    let rms = (squares / want.len() as f64).sqrt();
+    report.within(format!("{prompt}.logits root mean square"), rms, tolerance(facts, "logits_rms_bf16")?);
+    let vocab = want.len() / tokens.len();
+    let best = |row: &[f32]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a)));
+    let rows = got.chunks_exact(vocab).zip(want.chunks_exact(vocab));
+    let disagree = rows.filter(|(got, want)| best(got) != best(want)).count() as f64 / tokens.len() as f64;
+    let agreement = facts["transformers_in_bf16"]["argmax_agreement"].as_f64().context("no argmax agreement")?;
+    report.within(format!("{prompt}.best token differs"), disagree, 2.0 * (1.0 - agreement) + 0.01);
+    Ok(())
+}
+
+/// Token ids of texts, and the chat template.
+fn text(files: &ModelFiles, engine: &mut Engine, facts: &Value, report: &mut GoldenReport) -> Result<()> {
+    let check = &facts["tokenizer_check"];
+    let tokenizer = files.tokenizer()?;
+    let ids = |value: &Value| -> Result<Vec<u32>> { Ok(serde_json::from_value(value.clone())?) };
+    for (i, case) in check["encode"].as_array().into_iter().flatten().enumerate() {
+        let text = case["text"].as_str().context("tokenizer_check: no text")?;
+        report.equal(format!("tokenizer.encode.{i}"), &tokenizer.encode(text, false)?, &ids(&case["ids"])?);
+    }
+    let Some(template) = files.template() else { return Ok(()) };
+    let chat = &check["chat"];
+    let messages = chat["messages"].as_array().context("tokenizer_check: no chat")?;
+    let rendered = template.render(&Prompt {
+        messages,
+        tools: None,
+        add_generation_prompt: true,
+        kwargs: &serde_json::Map::new(),
+        now: jiff::civil::date(2026, 1, 5).at(12, 0, 0, 0),
+    })?;
+    report.equal("chat.rendered".into(), &[rendered.as_str()], &[chat["rendered"].as_str().unwrap_or_default()]);
+    let tokens = tokenizer.encode(&rendered, false)?;
+    report.equal("chat.ids".into(), &tokens, &ids(&chat["ids"])?);
+    if engine.backend().caps().precision == Precision::F32 {
+        let want = ids(&chat["greedy_ids"])?;
+        report.equal("chat.greedy_ids".into(), &greedy(engine, &tokens, want.len())?, &want);
+    }
+    Ok(())
+}
+
+fn max_difference(got: &[f32], want: &[f32]) -> f64 {
+    if got.len() != want.len() {
+        return f64::INFINITY;
+    }
+    let difference = |(a, b): (&f32, &f32)| (*a as f64 - *b as f64).abs();
+    got.iter().zip(want).map(difference).fold(0.0, |max, d| if d.is_nan() { f64::INFINITY } else { max.max(d) })
+}
+
+/// Logits of all tokens, `[n, vocab]`, prefilled in chunks.
+///
+/// # Errors
+/// The engine's.
+pub fn logits(engine: &mut Engine, tokens: &[u32], chunk: usize) -> Result<Vec<f32>> {
+    let mut sequence = Sequence::new(tokens, SamplingParams::GREEDY, tokens.len());
+    let mut all = Vec::new();
+    let scored = engine.score(&mut sequence, chunk, |row| -> Result<()> {
+        all.extend_from_slice(row);
+        Ok(())
+    });
+    engine.release(&mut sequence);
+    scored.map(|()| all)
+}
+
+/// The best continuation of `n` tokens, the end of the sequence ignored.
+///
+/// # Errors
+/// The engine's.
+pub fn greedy(engine: &mut Engine, tokens: &[u32], n: usize) -> Result<Vec<u32>> {
+    let mut sequence = Sequence::new(tokens, SamplingParams::GREEDY, tokens.len() + n);
+    let mut drawn = [0];
+    let mut ids = Vec::new();
+    if n > 0 {
+        ids.extend(engine.prefill(&mut sequence, &mut |_| true)?);
+    }
+    while ids.len() < n {
+        sequence.push(*ids.last().context("a first token")?);
+        engine.decode(&mut [&mut sequence], &mut drawn)?;
+        ids.push(drawn[0]);
+    }
+    engine.release(&mut sequence);
+    Ok(ids)
+}

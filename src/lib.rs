@@ -1,0 +1,12 @@
+//! freetoken runs Mixture-of-Experts language models far larger than the GPU's memory on one personal machine.
+//!
+//! [`formats`] reads checkpoints, [`models`] turn them into ops, [`engine`] records and replays steps on a device that
+//! [`devices`] opened, [`chat`] is what lies between text and tokens. `docs/architecture.md` is the map.
+
+pub mod chat;
+pub mod devices;
+pub mod engine;
+pub mod formats;
+pub mod golden;
+pub mod model_files;
+pub mod models;
