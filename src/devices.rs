@@ -33,9 +33,15 @@ impl FromStr for BackendChoice {
 ///
 /// # Errors
 /// What the device answers.
-pub fn open(choice: &BackendChoice, precision: Precision, threads: Option<usize>) -> Result<Arc<dyn Backend>, Error> {
+pub fn open(
+    choice: &BackendChoice,
+    precision: Precision,
+    threads: Option<usize>,
+) -> Result<Arc<dyn Backend>, Error> {
     match choice {
-        BackendChoice::Auto | BackendChoice::Cpu => Ok(Arc::new(Cpu::new(CpuOptions { threads, precision })?)),
+        BackendChoice::Auto | BackendChoice::Cpu => {
+            Ok(Arc::new(Cpu::new(CpuOptions { threads, precision })?))
+        }
     }
 }
 

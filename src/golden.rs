@@ -57,7 +57,13 @@ impl GoldenReport {
 impl std::fmt::Display for GoldenReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for check in &self.checks {
-            writeln!(f, "{:<12} {:<44} {}", if check.passed { "ok" } else { "FAILED" }, check.name, check.seen)?;
+            writeln!(
+                f,
+                "{:<12} {:<44} {}",
+                if check.passed { "ok" } else { "FAILED" },
+                check.name,
+                check.seen
+            )?;
         }
         let passed = self.checks.iter().filter(|check| check.passed).count();
         write!(f, "{passed} passed, {} failed", self.checks.len() - passed)
@@ -136,7 +142,9 @@ fn exact(
         }
     }
     let want: Vec<f32> = expected.get(&format!("{prompt}.logits")).context("no logits")?;
-    for (way, chunk) in [("in one go", usize::MAX), ("in chunks of 64", 64), ("in chunks of 7", 7), ("one by one", 1)] {
+    for (way, chunk) in
+        [("in one go", usize::MAX), ("in chunks of 64", 64), ("in chunks of 7", 7), ("one by one", 1)]
+    {
         let got = logits(engine, tokens, chunk)?;
         let name = format!("{prompt}.logits {way}");
         report.within(name, max_difference(&got, &want), tolerance(facts, "logits_abs_f32")?);
@@ -165,7 +173,8 @@ fn close(
     let best = |row: &[f32]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a)));
     let rows = got.chunks_exact(vocab).zip(want.chunks_exact(vocab));
     let disagree = rows.filter(|(got, want)| best(got) != best(want)).count() as f64 / tokens.len() as f64;
-    let agreement = facts["transformers_in_bf16"]["argmax_agreement"].as_f64().context("no argmax agreement")?;
+    let agreement =
+        facts["transformers_in_bf16"]["argmax_agreement"].as_f64().context("no argmax agreement")?;
     report.within(format!("{prompt}.best token differs"), disagree, 2.0 * (1.0 - agreement) + 0.01);
     Ok(())
 }
@@ -189,7 +198,11 @@ fn text(files: &ModelFiles, engine: &mut Engine, facts: &Value, report: &mut Gol
         kwargs: &serde_json::Map::new(),
         now: jiff::civil::date(2026, 1, 5).at(12, 0, 0, 0),
     })?;
-    report.equal("chat.rendered".into(), &[rendered.as_str()], &[chat["rendered"].as_str().unwrap_or_default()]);
+    report.equal(
+        "chat.rendered".into(),
+        &[rendered.as_str()],
+        &[chat["rendered"].as_str().unwrap_or_default()],
+    );
     let tokens = tokenizer.encode(&rendered, false)?;
     report.equal("chat.ids".into(), &tokens, &ids(&chat["ids"])?);
     if engine.backend().caps().precision == Precision::F32 {
@@ -204,7 +217,10 @@ fn max_difference(got: &[f32], want: &[f32]) -> f64 {
         return f64::INFINITY;
     }
     let difference = |(a, b): (&f32, &f32)| (*a as f64 - *b as f64).abs();
-    got.iter().zip(want).map(difference).fold(0.0, |max, d| if d.is_nan() { f64::INFINITY } else { max.max(d) })
+    got.iter()
+        .zip(want)
+        .map(difference)
+        .fold(0.0, |max, d| if d.is_nan() { f64::INFINITY } else { max.max(d) })
 }
 
 /// Logits of all tokens, `[n, vocab]`, prefilled in chunks.

@@ -4,6 +4,7 @@
 //! [`devices`] opened, [`chat`] is what lies between text and tokens. `docs/architecture.md` is the map.
 
 pub mod chat;
+pub mod cli;
 pub mod devices;
 pub mod engine;
 pub mod formats;

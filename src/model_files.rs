@@ -22,9 +22,6 @@ use crate::{
     models::{self, ConfigFile, ModelError, TensorError, WeightSource, Weights},
 };
 
-/// What the demo model is called where a path would stand.
-const DEMO_LABEL: &str = "the demo model";
-
 /// Why a model cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelFilesError {
@@ -60,7 +57,9 @@ pub enum ModelFilesError {
         file: &'static str,
     },
     /// No such model.
-    #[error("there is no model `{name}`: give a directory with config.json and *.safetensors, or the name of one in {home}")]
+    #[error(
+        "there is no model `{name}`: give a directory with config.json and *.safetensors, or the name of one in {home}"
+    )]
     Unknown {
         /// What was asked for.
         name: String,
@@ -82,7 +81,9 @@ pub enum ModelFilesError {
 pub fn home() -> PathBuf {
     let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     set("FREETOKEN_HOME")
-        .or_else(|| set("HOME").or_else(|| set("USERPROFILE")).map(|home| home.join(".cache").join("freetoken")))
+        .or_else(|| {
+            set("HOME").or_else(|| set("USERPROFILE")).map(|home| home.join(".cache").join("freetoken"))
+        })
         .unwrap_or_else(|| PathBuf::from("freetoken"))
 }
 
@@ -123,7 +124,8 @@ impl ModelFiles {
             Ok(Some(json::parse(&label(file), &bytes)?))
         };
         let config_file = label("config.json");
-        let config = parsed("config.json")?.ok_or_else(|| ModelFilesError::Missing { model: model(), file: "config.json" })?;
+        let config = parsed("config.json")?
+            .ok_or_else(|| ModelFilesError::Missing { model: model(), file: "config.json" })?;
         let generation = match parsed("generation_config.json")? {
             Some(value) => GenerationConfig::parse(&label("generation_config.json"), &value)?,
             None => GenerationConfig::default(),
@@ -203,7 +205,11 @@ impl WeightSource for Checkpoint {
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(Dtype, HostBytes), TensorError> {
         let tensor = Checkpoint::tensor(self, name)?;
         if tensor.shape != shape {
-            return Err(TensorError::Shape { name: name.into(), found: tensor.shape, expected: shape.to_vec() });
+            return Err(TensorError::Shape {
+                name: name.into(),
+                found: tensor.shape,
+                expected: shape.to_vec(),
+            });
         }
         Ok((tensor.dtype, tensor.bytes))
     }
@@ -215,7 +221,7 @@ impl WeightSource for Checkpoint {
 
 #[cfg(feature = "demo")]
 fn demo() -> Result<Checkpoint, ModelFilesError> {
-    Ok(Checkpoint::from_files(DEMO_LABEL, &embedded::FILES)?)
+    Ok(Checkpoint::from_files("the demo model", &embedded::FILES)?)
 }
 
 /// Looks for `models/demo` beside the binary and below the current folder.

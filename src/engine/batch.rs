@@ -190,8 +190,21 @@ impl Batch {
         for values in activations(model, limits.max_rows) {
             buffers.push(backend.alloc(values * 4)?.whole());
         }
-        let [x, qkv, q, attended, inner, normed, expert_ids, expert_weights, parts, logits, top_ids, top_values, lse] =
-            <[View; 13]>::try_from(buffers).expect("a buffer for each activation");
+        let [
+            x,
+            qkv,
+            q,
+            attended,
+            inner,
+            normed,
+            expert_ids,
+            expert_weights,
+            parts,
+            logits,
+            top_ids,
+            top_values,
+            lse,
+        ] = <[View; 13]>::try_from(buffers).expect("a buffer for each activation");
         let whole = Batch {
             n_rows: limits.max_rows,
             n_sequences: MAX_SEQUENCES,
@@ -272,6 +285,10 @@ mod tests {
             l.bytes,
         ];
         assert!(starts.is_sorted() && starts.iter().all(|s| s.is_multiple_of(SECTION_ALIGN)));
-        assert!(l.positions >= 4000 && l.bytes - l.edits >= MAX_EDITS * 16 && l.edits - l.block_table >= 16 * 77 * 4);
+        assert!(
+            l.positions >= 4000
+                && l.bytes - l.edits >= MAX_EDITS * 16
+                && l.edits - l.block_table >= 16 * 77 * 4
+        );
     }
 }

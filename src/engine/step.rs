@@ -5,8 +5,8 @@
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use freetoken_backend::{
-    Backend, EditLogits, EditLogitsParams, LogitEdit, MAX_TOP_LOGITS, Op, PAGE_TOKENS, Program, RouteAsk, RouteReply, Stage,
-    TopLogits, TopLogitsParams,
+    Backend, EditLogits, EditLogitsParams, LogitEdit, MAX_TOP_LOGITS, Op, PAGE_TOKENS, Program, RouteAsk,
+    RouteReply, Stage, TopLogits, TopLogitsParams,
 };
 
 use super::{
@@ -57,7 +57,9 @@ pub enum EngineError {
         fits: usize,
     },
     /// A sequence outgrew the context.
-    #[error("the sequence has {n_tokens} tokens and the context holds {context}: shorten it, or raise --context")]
+    #[error(
+        "the sequence has {n_tokens} tokens and the context holds {context}: shorten it, or raise --context"
+    )]
     ContextFull {
         /// Tokens of the sequence.
         n_tokens: usize,
@@ -68,7 +70,9 @@ pub enum EngineError {
     #[error("the key-value cache is full: wait for other sequences to end, or raise --context")]
     CacheFull,
     /// A token that the model does not have.
-    #[error("token id {id} is not below the model's vocabulary of {vocab}: the tokenizer does not belong to this model")]
+    #[error(
+        "token id {id} is not below the model's vocabulary of {vocab}: the tokenizer does not belong to this model"
+    )]
     Token {
         /// The token.
         id: u32,
@@ -126,7 +130,11 @@ impl Engine {
     ///
     /// # Errors
     /// [`EngineError::TooLarge`] before anything is allocated, or the device's refusal.
-    pub fn new(backend: Arc<dyn Backend>, model: Box<dyn Model>, options: EngineOptions) -> Result<Self, EngineError> {
+    pub fn new(
+        backend: Arc<dyn Backend>,
+        model: Box<dyn Model>,
+        options: EngineOptions,
+    ) -> Result<Self, EngineError> {
         let context = options.context.clamp(1, model.sizes().max_positions);
         let max_sequences = options.max_sequences.clamp(1, MAX_SEQUENCES);
         let max_rows = options.max_chunk.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
@@ -180,7 +188,8 @@ impl Engine {
 
     /// Bytes of device memory for caches and activations.
     pub fn bytes(&self) -> u64 {
-        let limits = Limits { max_rows: self.batch.n_rows, context: self.context, n_pages: self.pool.n_pages() };
+        let limits =
+            Limits { max_rows: self.batch.n_rows, context: self.context, n_pages: self.pool.n_pages() };
         batch::bytes(&*self.model, &limits, self.backend.caps().precision)
     }
 
@@ -437,7 +446,8 @@ impl Engine {
                 self.staging[layout.positions / 4 + row] = position as u32;
                 self.staging[layout.sequences / 4 + row] = i as u32;
                 let page = sequence.pages[position / PAGE_TOKENS];
-                self.staging[layout.kv_slots / 4 + row] = page * PAGE_TOKENS as u32 + (position % PAGE_TOKENS) as u32;
+                self.staging[layout.kv_slots / 4 + row] =
+                    page * PAGE_TOKENS as u32 + (position % PAGE_TOKENS) as u32;
                 row += 1;
             }
             let table = layout.block_table / 4 + i * batch.max_pages;
@@ -477,7 +487,7 @@ impl Engine {
             if !params.is_greedy() {
                 self.staging[inverse_temperatures + row] = f32::to_bits(1.0 / params.temperature);
             }
-            for counts in sequence.counts().filter(|_| edits_on_device(sequence, bucket)) {
+            if let Some(counts) = sequence.counts().filter(|_| edits_on_device(sequence, bucket)) {
                 counts.edits(params, row).for_each(|edit| _ = put(&mut self.staging, edit));
             }
         }
@@ -492,7 +502,13 @@ impl Engine {
     }
 
     /// The next token of the sequence in a row of the last replay.
-    fn draw(&mut self, kind: Kind, bucket: usize, row: usize, sequence: &Sequence) -> Result<u32, EngineError> {
+    fn draw(
+        &mut self,
+        kind: Kind,
+        bucket: usize,
+        row: usize,
+        sequence: &Sequence,
+    ) -> Result<u32, EngineError> {
         let (vocab, k) = (self.model.sizes().vocab, self.top_k());
         let recorded = &self.programs[&(kind, bucket)];
         let position = sequence.tokens().len() as u64;

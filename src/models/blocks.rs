@@ -1,11 +1,12 @@
 //! Blocks that models share: each loads its weights by HF name and emits its ops.
 
 use freetoken_backend::{
-    Activation, Attention, AttentionParams, Combine, CombineParams, Embed, EmbedParams, ExpertMlp, ExpertMlpParams,
-    Experts, MatMul, MatMulParams, Matrix, Op, RopeCache, RopeCacheParams, Route, RouteParams, Stage, View, Weight,
+    Activation, Attention, AttentionParams, Combine, CombineParams, Embed, EmbedParams, ExpertMlp,
+    ExpertMlpParams, Experts, MatMul, MatMulParams, Matrix, Op, RopeCache, RopeCacheParams, Route,
+    RouteParams, Stage, View, Weight,
 };
 
-use super::{ConfigError, ConfigFile, ModelError, MoeSizes, Rope, Sizes, Weights};
+use super::{ConfigError, ConfigFile, ModelError, MoeSizes, Sizes, Weights};
 use crate::engine::Batch;
 
 /// Rows of a prefill whose expert rows are kept at a time: bounds `parts`.
@@ -20,15 +21,24 @@ pub(super) fn sizes(config: &ConfigFile<'_>) -> Result<Sizes, ConfigError> {
     let n_heads = config.count("num_attention_heads", 1..=4096)?;
     let n_kv_heads = config.optional_count("num_key_value_heads", 1..=4096)?.unwrap_or(n_heads);
     if !n_heads.is_multiple_of(n_kv_heads) {
-        return Err(config.error("num_key_value_heads", format!("is {n_kv_heads}, which does not divide {n_heads} heads")));
+        return Err(config.error(
+            "num_key_value_heads",
+            format!("is {n_kv_heads}, which does not divide {n_heads} heads"),
+        ));
     }
     let head_dim = match config.optional_count("head_dim", 2..=4096)? {
         Some(head_dim) => head_dim,
         None if hidden.is_multiple_of(n_heads) => hidden / n_heads,
-        None => return Err(config.error("head_dim", format!("is missing, and {n_heads} heads do not divide {hidden}"))),
+        None => {
+            return Err(
+                config.error("head_dim", format!("is missing, and {n_heads} heads do not divide {hidden}"))
+            );
+        }
     };
     if !head_dim.is_multiple_of(2) {
-        return Err(config.error("head_dim", format!("is {head_dim}; it must be even, since rotation takes pairs")));
+        return Err(
+            config.error("head_dim", format!("is {head_dim}; it must be even, since rotation takes pairs"))
+        );
     }
     Ok(Sizes {
         vocab: config.count("vocab_size", 1..=1 << 24)?,
@@ -60,14 +70,23 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    pub(super) fn load(config: &ConfigFile<'_>, s: &Sizes, weights: &mut Weights<'_>) -> Result<Self, ModelError> {
+    pub(super) fn load(
+        config: &ConfigFile<'_>,
+        s: &Sizes,
+        weights: &mut Weights<'_>,
+    ) -> Result<Self, ModelError> {
         let embed_tokens = weights.matrix("model.embed_tokens.weight", s.vocab, s.hidden)?;
         let lm_head = if config.flag("tie_word_embeddings", false)? {
             embed_tokens.clone()
         } else {
             weights.matrix("lm_head.weight", s.vocab, s.hidden)?
         };
-        Ok(Ends { embed_tokens, norm: weights.vector("model.norm.weight", s.hidden)?, lm_head, eps: eps(config)? })
+        Ok(Ends {
+            embed_tokens,
+            norm: weights.vector("model.norm.weight", s.hidden)?,
+            lm_head,
+            eps: eps(config)?,
+        })
     }
 
     pub(super) fn embed(&self, s: &Sizes, b: &Batch) -> Op {
@@ -175,8 +194,14 @@ impl SelfAttention {
         };
         let (q_norm, k_norm) = (norm("q_norm")?, norm("k_norm")?);
         let mut bias = |parts: &[(&str, usize)]| -> Result<_, ModelError> {
-            let load = |(what, rows): &(&str, usize)| weights.vector(&name(&format!("self_attn.{what}.bias")), *rows);
-            if style.bias { Ok(Some(parts.iter().map(load).collect::<Result<Vec<_>, _>>()?)) } else { Ok(None) }
+            let load = |(what, rows): &(&str, usize)| {
+                weights.vector(&name(&format!("self_attn.{what}.bias")), *rows)
+            };
+            if style.bias {
+                Ok(Some(parts.iter().map(load).collect::<Result<Vec<_>, _>>()?))
+            } else {
+                Ok(None)
+            }
         };
         let (qkv_bias, o_bias) = (bias(&pieces)?, bias(&[("o_proj", s.hidden)])?);
         Ok(SelfAttention {
@@ -276,7 +301,8 @@ impl Mlp {
         let inner = config.count("intermediate_size", 1..=MAX_WIDTH)?;
         let name = |what: &str| format!("model.layers.{layer}.{what}");
         let mut biases = |parts: &[(&str, usize)]| -> Result<_, ModelError> {
-            let load = |(what, rows): &(&str, usize)| weights.vector(&name(&format!("mlp.{what}.bias")), *rows);
+            let load =
+                |(what, rows): &(&str, usize)| weights.vector(&name(&format!("mlp.{what}.bias")), *rows);
             if bias { Ok(Some(parts.iter().map(load).collect::<Result<Vec<_>, _>>()?)) } else { Ok(None) }
         };
         let gate_up_bias = biases(&[("gate_proj", inner), ("up_proj", inner)])?;
@@ -325,7 +351,12 @@ pub(super) fn moe_sizes(config: &ConfigFile<'_>, n_layers: usize) -> Result<MoeS
         let problem = format!("is {top_k}, more than the {n_experts} experts of `num_experts`");
         return Err(config.error("num_experts_per_tok", problem));
     }
-    Ok(MoeSizes { n_layers, n_experts, top_k, intermediate: config.count("moe_intermediate_size", 1..=MAX_WIDTH)? })
+    Ok(MoeSizes {
+        n_layers,
+        n_experts,
+        top_k,
+        intermediate: config.count("moe_intermediate_size", 1..=MAX_WIDTH)?,
+    })
 }
 
 /// Routed experts: norm and router, experts, sum.
@@ -398,7 +429,8 @@ impl SparseMoe {
                 },
             };
             let x = part(&b.x, s.hidden);
-            let combine = Combine { x, parts: b.parts.clone(), ids, p: CombineParams { n_rows, top_k, hidden } };
+            let combine =
+                Combine { x, parts: b.parts.clone(), ids, p: CombineParams { n_rows, top_k, hidden } };
             ops.extend([mlp.into(), combine.into()]);
         }
         vec![Stage::Ops(ops)]

@@ -35,12 +35,19 @@ impl<'a> ConfigFile<'a> {
 
     /// An error about a field.
     pub fn error(&self, field: &str, problem: impl Into<String>) -> ConfigError {
-        ConfigError { file: self.file.into(), field: format!("{}{field}", self.path), problem: problem.into() }
+        ConfigError {
+            file: self.file.into(),
+            field: format!("{}{field}", self.path),
+            problem: problem.into(),
+        }
     }
 
     pub(super) fn unknown_model_type(&self, model_type: &str) -> ConfigError {
         let shown: String = model_type.chars().filter(|c| !c.is_control()).take(60).collect();
-        self.error("model_type", format!("is \"{shown}\", which is not one of those that run: {}", MODEL_TYPES.join(", ")))
+        self.error(
+            "model_type",
+            format!("is \"{shown}\", which is not one of those that run: {}", MODEL_TYPES.join(", ")),
+        )
     }
 
     /// A field that is there and not null.
@@ -64,7 +71,11 @@ impl<'a> ConfigFile<'a> {
     }
 
     /// A whole number in a range, or `None` where the field is absent or null.
-    pub fn optional_count(&self, field: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, ConfigError> {
+    pub fn optional_count(
+        &self,
+        field: &str,
+        range: RangeInclusive<usize>,
+    ) -> Result<Option<usize>, ConfigError> {
         let Some(value) = self.get(field) else { return Ok(None) };
         let count = value.as_u64().and_then(|v| usize::try_from(v).ok());
         self.in_range(field, count, range).map(Some)
@@ -76,7 +87,11 @@ impl<'a> ConfigFile<'a> {
     }
 
     /// A number in a range, or `None` where the field is absent or null.
-    pub fn optional_number(&self, field: &str, range: RangeInclusive<f64>) -> Result<Option<f64>, ConfigError> {
+    pub fn optional_number(
+        &self,
+        field: &str,
+        range: RangeInclusive<f64>,
+    ) -> Result<Option<f64>, ConfigError> {
         let Some(value) = self.get(field) else { return Ok(None) };
         self.in_range(field, value.as_f64(), range).map(Some)
     }
@@ -94,7 +109,10 @@ impl<'a> ConfigFile<'a> {
     ) -> Result<T, ConfigError> {
         value.filter(|v| range.contains(v)).ok_or_else(|| {
             let found: String = self.fields[field].to_string().chars().take(40).collect();
-            self.error(field, format!("is {found}; it must be a number from {} to {}", range.start(), range.end()))
+            self.error(
+                field,
+                format!("is {found}; it must be a number from {} to {}", range.start(), range.end()),
+            )
         })
     }
 
@@ -109,7 +127,8 @@ impl<'a> ConfigFile<'a> {
         let Some(value) = self.get(field) else { return Ok(Vec::new()) };
         let number = |v: &Value| v.as_u64().and_then(|v| usize::try_from(v).ok()).filter(|v| *v < below);
         let list = value.as_array().map(|list| list.iter().map(number).collect::<Option<Vec<_>>>());
-        list.flatten().ok_or_else(|| self.error(field, format!("must be a list of whole numbers below {below}")))
+        list.flatten()
+            .ok_or_else(|| self.error(field, format!("must be a list of whole numbers below {below}")))
     }
 
     /// An object, or `None` where the field is absent or null. `path` is its name with a dot behind.
@@ -130,7 +149,9 @@ impl<'a> ConfigFile<'a> {
     /// Refuses attention over a sliding window.
     pub(super) fn full_attention(&self) -> Result<(), ConfigError> {
         if self.flag("use_sliding_window", false)? && self.has("sliding_window") {
-            return Err(self.error("use_sliding_window", "is true; this architecture runs with full attention only"));
+            return Err(
+                self.error("use_sliding_window", "is true; this architecture runs with full attention only")
+            );
         }
         Ok(())
     }

@@ -25,7 +25,9 @@ impl Rope {
         };
         let theta = theta_of.optional_number("rope_theta", 1.0..=1e12)?.unwrap_or(10_000.0);
         let plain = Rope {
-            frequencies: (0..rotary_dim / 2).map(|i| theta.powf(-2.0 * i as f64 / rotary_dim as f64)).collect(),
+            frequencies: (0..rotary_dim / 2)
+                .map(|i| theta.powf(-2.0 * i as f64 / rotary_dim as f64))
+                .collect(),
             scale: 1.0,
         };
         let Some(scaling) = scaling else { return Ok(plain) };
@@ -48,7 +50,8 @@ impl Rope {
         let low = scaling.number("low_freq_factor", 1e-6..=1e6)?;
         let high = scaling.number("high_freq_factor", 1e-6..=1e6)?;
         if high <= low {
-            return Err(scaling.error("high_freq_factor", format!("is {high}; it must be above low_freq_factor, {low}")));
+            return Err(scaling
+                .error("high_freq_factor", format!("is {high}; it must be above low_freq_factor, {low}")));
         }
         let original = scaling.number("original_max_position_embeddings", 1.0..=1e9)?;
         let slow = |f: &f64| {
@@ -132,9 +135,11 @@ mod tests {
         }
         assert_eq!(&plain.table(1), &[1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
         assert!((plain.table(3)[16] - 2.0_f32.cos()).abs() < 1e-7);
-        let linear = rope(serde_json::json!({ "rope_scaling": { "type": "linear", "factor": 4.0 } })).unwrap();
+        let linear =
+            rope(serde_json::json!({ "rope_scaling": { "type": "linear", "factor": 4.0 } })).unwrap();
         assert!((linear.frequencies[0] - 0.25).abs() < 1e-12);
-        let newer = rope(serde_json::json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 10000.0 } }));
+        let newer =
+            rope(serde_json::json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 10000.0 } }));
         assert_eq!(newer.unwrap(), plain);
     }
 
@@ -152,7 +157,10 @@ mod tests {
     fn impossible_fields_are_refused() {
         for (json, field) in [
             (serde_json::json!({ "rope_theta": 0 }), "`rope_theta`"),
-            (serde_json::json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }), "`rope_scaling.type`"),
+            (
+                serde_json::json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }),
+                "`rope_scaling.type`",
+            ),
             (serde_json::json!({ "rope_scaling": { "rope_type": "yarn" } }), "`rope_scaling.factor`"),
             (serde_json::json!({ "rope_scaling": 3 }), "`rope_scaling`"),
         ] {

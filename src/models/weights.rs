@@ -2,7 +2,9 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use freetoken_backend::{Backend, ExpertPool, ExpertWeights, Experts, Format, HostBytes, Matrix, Weight, record};
+use freetoken_backend::{
+    Backend, ExpertPool, ExpertWeights, Experts, Format, HostBytes, Matrix, Weight, record,
+};
 
 use super::ModelError;
 use crate::formats::{Dtype, FormatError};
@@ -26,7 +28,9 @@ pub enum TensorError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// It has another shape than the configuration says.
-    #[error("tensor `{name}` has shape {found:?}, but config.json asks for {expected:?}: they do not belong together")]
+    #[error(
+        "tensor `{name}` has shape {found:?}, but config.json asks for {expected:?}: they do not belong together"
+    )]
     Shape {
         /// Name.
         name: String,
@@ -44,7 +48,9 @@ pub enum TensorError {
         found: Dtype,
     },
     /// Weights that one op multiplies differ in format.
-    #[error("tensors `{first}` and `{second}` are stored in different formats, {formats}: convert them to one")]
+    #[error(
+        "tensors `{first}` and `{second}` are stored in different formats, {formats}: convert them to one"
+    )]
     Mixed {
         /// One of them.
         first: String,
@@ -65,7 +71,11 @@ pub struct Weights<'a> {
 
 impl<'a> Weights<'a> {
     /// Weights of `source` for `backend`; `progress` hears the bytes of each tensor.
-    pub fn new(backend: &'a dyn Backend, source: &'a dyn WeightSource, progress: &'a mut dyn FnMut(u64)) -> Self {
+    pub fn new(
+        backend: &'a dyn Backend,
+        source: &'a dyn WeightSource,
+        progress: &'a mut dyn FnMut(u64),
+    ) -> Self {
         Weights { backend, source, used: BTreeSet::new(), progress }
     }
 
@@ -92,7 +102,13 @@ impl<'a> Weights<'a> {
         Ok((format, bytes))
     }
 
-    fn place(&self, format: Format, bytes: &HostBytes, rows: usize, cols: usize) -> Result<Weight, ModelError> {
+    fn place(
+        &self,
+        format: Format,
+        bytes: &HostBytes,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Weight, ModelError> {
         let buffer = if self.backend.caps().host_memory {
             self.backend.import(bytes)?
         } else {
@@ -135,7 +151,9 @@ impl<'a> Weights<'a> {
             same_format(format, &pieces[0].0, *other, name)?;
         }
         if self.backend.caps().host_memory {
-            let place = |((format, bytes), rows): &((Format, HostBytes), usize)| self.place(*format, bytes, *rows, cols);
+            let place = |((format, bytes), rows): &((Format, HostBytes), usize)| {
+                self.place(*format, bytes, *rows, cols)
+            };
             return Ok(Matrix::new(fetched.iter().map(place).collect::<Result<_, _>>()?));
         }
         let rows = pieces.iter().map(|(_, rows)| rows).sum();
@@ -170,7 +188,11 @@ impl<'a> Weights<'a> {
                 Ok(bytes)
             };
             let up_shape = [intermediate, hidden];
-            fetched.push((of("gate_proj", up_shape)?, of("up_proj", up_shape)?, of("down_proj", [hidden, intermediate])?));
+            fetched.push((
+                of("gate_proj", up_shape)?,
+                of("up_proj", up_shape)?,
+                of("down_proj", [hidden, intermediate])?,
+            ));
         }
         let format = first.expect("a layer has experts").0;
         if self.backend.caps().host_memory {

@@ -4,7 +4,9 @@
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The device has no room for an allocation.
-    #[error("the device has no room for {wanted} bytes ({free} free): use a smaller context or fewer resident experts")]
+    #[error(
+        "the device has no room for {wanted} bytes ({free} free): use a smaller context or fewer resident experts"
+    )]
     OutOfMemory {
         /// Bytes asked for.
         wanted: usize,

@@ -41,7 +41,11 @@ impl Buffer {
 
     /// Part of the buffer. Asserts that it lies inside.
     pub fn view(&self, bytes: Range<usize>) -> View {
-        assert!(bytes.start <= bytes.end && bytes.end <= self.bytes(), "view {bytes:?} of {} bytes", self.bytes());
+        assert!(
+            bytes.start <= bytes.end && bytes.end <= self.bytes(),
+            "view {bytes:?} of {} bytes",
+            self.bytes()
+        );
         View { buffer: self.clone(), bytes }
     }
 }
@@ -77,7 +81,11 @@ impl View {
 
     /// Part of the view; `bytes` counts from its start. Asserts that it lies inside.
     pub fn slice(&self, bytes: Range<usize>) -> View {
-        assert!(bytes.start <= bytes.end && bytes.end <= self.bytes(), "slice {bytes:?} of {} bytes", self.bytes());
+        assert!(
+            bytes.start <= bytes.end && bytes.end <= self.bytes(),
+            "slice {bytes:?} of {} bytes",
+            self.bytes()
+        );
         let start = self.bytes.start;
         View { buffer: self.buffer.clone(), bytes: start + bytes.start..start + bytes.end }
     }
@@ -126,7 +134,11 @@ impl HostBytes {
 
     /// Part of them. Asserts that it lies inside.
     pub fn slice(&self, bytes: Range<usize>) -> HostBytes {
-        assert!(bytes.start <= bytes.end && bytes.end <= self.len(), "slice {bytes:?} of {} bytes", self.len());
+        assert!(
+            bytes.start <= bytes.end && bytes.end <= self.len(),
+            "slice {bytes:?} of {} bytes",
+            self.len()
+        );
         let start = self.range.start;
         HostBytes { owner: self.owner.clone(), range: start + bytes.start..start + bytes.end }
     }

@@ -35,7 +35,10 @@ impl Matrix {
     /// Stacks the pieces. Asserts that there is one at least and that all have the same number of columns and format.
     pub fn new(pieces: Vec<Weight>) -> Self {
         let first = pieces.first().expect("a matrix has at least one piece");
-        assert!(pieces.iter().all(|w| w.cols == first.cols && w.format == first.format), "pieces of one shape");
+        assert!(
+            pieces.iter().all(|w| w.cols == first.cols && w.format == first.format),
+            "pieces of one shape"
+        );
         Matrix { pieces }
     }
 

@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fast::{Fast, Scratch};
 use freetoken_backend::{
-    Backend, Buffer, Caps, Error, Event, Experts, Format, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result,
-    Stage, View, os,
+    Backend, Buffer, Caps, Error, Event, Experts, Format, HostBuffer, HostBytes, Lane, Op, Precision,
+    Program, Result, Stage, View, os,
 };
 use isa::Isa;
 pub use pool::Pool;
@@ -51,7 +51,8 @@ impl Cpu {
     /// # Errors
     /// The system's refusal to start a thread.
     pub fn new(options: CpuOptions) -> Result<Self> {
-        let pool = Pool::new(options.threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
+        let pool = Pool::new(options.threads)
+            .map_err(|source| Error::Os { what: "starting worker threads", source })?;
         Ok(Self::open(Isa::detect(), pool, options.precision))
     }
 
@@ -61,7 +62,8 @@ impl Cpu {
     /// The system's refusal to start a thread.
     pub fn every_isa(options: CpuOptions) -> Result<Vec<Self>> {
         let open = |isa| {
-            let pool = Pool::new(options.threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
+            let pool = Pool::new(options.threads)
+                .map_err(|source| Error::Os { what: "starting worker threads", source })?;
             Ok(Self::open(isa, pool, options.precision))
         };
         Isa::available().into_iter().map(open).collect()
@@ -69,7 +71,7 @@ impl Cpu {
 
     fn open(isa: Isa, pool: Pool, precision: Precision) -> Self {
         let detail = format!("{} threads, {}", pool.n_workers(), isa.name());
-        let bf16 = precision == Precision::Auto && isa.name() == "AVX-512 BF16";
+        let bf16 = precision == Precision::Auto && isa.multiplies_bf16();
         Self::with(detail, precision, Some(Fast { pool, isa, bf16 }))
     }
 

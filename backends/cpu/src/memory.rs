@@ -3,7 +3,10 @@
 //! Invariant: the backend runs one op at a time under its lock, and `Op::check` has refused every op that binds bytes it
 //! writes a second time. So within an op no slice from [`slice_mut`] overlaps another slice, and no slice outlives the op.
 
-#![allow(unsafe_code, reason = "device memory is shared between handles and written under the backend's lock")]
+#![allow(
+    unsafe_code,
+    reason = "device memory is shared between handles and written under the backend's lock"
+)]
 
 use std::io;
 

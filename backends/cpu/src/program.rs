@@ -77,7 +77,9 @@ fn layer(mlp: &ExpertMlp) -> u32 {
 
 /// Table changes, then fetches.
 fn apply(mlp: &ExpertMlp, reply: &RouteReply) {
-    let Experts::Pool { pool, layer } = &mlp.experts else { unreachable!("checked when the program was recorded") };
+    let Experts::Pool { pool, layer } = &mlp.experts else {
+        unreachable!("checked when the program was recorded")
+    };
     let table = slice_mut::<i32>(&pool.table);
     for change in &reply.table {
         table[change.entry as usize] = change.slot;
@@ -89,7 +91,9 @@ fn apply(mlp: &ExpertMlp, reply: &RouteReply) {
 
 /// Everything but what the host computes: hits and arrivals from slots, the rest from the host bank.
 fn compute(fast: &Fast, mlp: &ExpertMlp, reply: &RouteReply, scratch: &mut Scratch) {
-    let Experts::Pool { pool, layer } = &mlp.experts else { unreachable!("checked when the program was recorded") };
+    let Experts::Pool { pool, layer } = &mlp.experts else {
+        unreachable!("checked when the program was recorded")
+    };
     let routed = slice::<i32>(&mlp.ids);
     let mut ids = std::mem::take(&mut scratch.ids);
     for (id, &routed) in ids.iter_mut().zip(routed) {
@@ -98,7 +102,10 @@ fn compute(fast: &Fast, mlp: &ExpertMlp, reply: &RouteReply, scratch: &mut Scrat
     let find = |expert: usize| {
         let slot = slice::<i32>(&pool.table)[pool.entry(*layer, expert as u32)];
         if slot < 0 {
-            assert!(reply.read_in_place.contains(&(expert as u32)), "expert {expert} was left out of the reply");
+            assert!(
+                reply.read_in_place.contains(&(expert as u32)),
+                "expert {expert} was left out of the reply"
+            );
             return matrices_in(&pool.record, pool.banked(*layer, expert as u32));
         }
         let (slot, bytes) = (slot as usize, pool.record.bytes);

@@ -210,7 +210,8 @@ pub(super) fn normalised_error(got: &[f32], want: &[f32]) -> f64 {
 
 fn values(fill: &Fill, bytes: usize, seed: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed);
-    let mut f32s = |f: &dyn Fn(f32) -> f32| -> Vec<f32> { (0..bytes / 4).map(|_| f(rng.symmetric(1.0))).collect() };
+    let mut f32s =
+        |f: &dyn Fn(f32) -> f32| -> Vec<f32> { (0..bytes / 4).map(|_| f(rng.symmetric(1.0))).collect() };
     match fill {
         Fill::Uniform(scale) => bytemuck::cast_slice(&f32s(&|u| u * scale)).to_vec(),
         Fill::Around(center) => bytemuck::cast_slice(&f32s(&|u| center + 0.1 * u)).to_vec(),

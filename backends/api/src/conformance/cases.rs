@@ -4,10 +4,10 @@ use half::bf16;
 
 use super::{Arena, Case, Fill};
 use crate::{
-    Activation, Attention, AttentionParams, Combine, CombineParams, EditLogits, EditLogitsParams, Embed, EmbedParams,
-    ExpertMlp, ExpertMlpParams, ExpertPool, ExpertWeights, Experts, Format, KvCache, LogitEdit, MatMul, MatMulParams,
-    Matrix, Op, PAGE_TOKENS, Result, RopeCache, RopeCacheParams, Route, RouteParams, Stage, TopLogits, TopLogitsParams,
-    View, record,
+    Activation, Attention, AttentionParams, Combine, CombineParams, EditLogits, EditLogitsParams, Embed,
+    EmbedParams, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertWeights, Experts, Format, KvCache, LogitEdit,
+    MatMul, MatMulParams, Matrix, Op, PAGE_TOKENS, Result, RopeCache, RopeCacheParams, Route, RouteParams,
+    Stage, TopLogits, TopLogitsParams, View, record,
 };
 
 const FORMATS: [Format; 3] = [Format::F32, Format::Bf16, Format::F16];
@@ -24,7 +24,9 @@ pub fn cases() -> Vec<Case> {
         cases.push(case(format!("embed/{format}"), move |a| embed(a, format)));
     }
     for format in FORMATS {
-        for (n, rows, cols) in [(1, 64, 64), (1, 37, 200), (2, 96, 128), (5, 33, 72), (16, 130, 256), (67, 48, 320)] {
+        for (n, rows, cols) in
+            [(1, 64, 64), (1, 37, 200), (2, 96, 128), (5, 33, 72), (16, 130, 256), (67, 48, 320)]
+        {
             let name = format!("matmul/{format} n={n} {rows}x{cols}");
             cases.push(case(name, move |a| matmul(a, MatMulCase { format, n, rows, cols, ..PLAIN })));
         }
@@ -147,7 +149,11 @@ fn matmul(a: &mut Arena<'_>, c: MatMulCase) -> Result<Vec<Stage>> {
     let out_features = if c.glu { c.rows } else { c.rows * pieces };
     let x_rows = if c.gather { c.n + 11 } else { c.n };
     one(MatMul {
-        out: if c.accumulate { a.updated(c.n * out_features, Fill::Uniform(1.0))? } else { a.output(c.n * out_features)? },
+        out: if c.accumulate {
+            a.updated(c.n * out_features, Fill::Uniform(1.0))?
+        } else {
+            a.output(c.n * out_features)?
+        },
         x: a.input(x_rows * c.cols, Fill::Uniform(1.0))?,
         rows: if c.gather { Some(a.input(c.n, Fill::Below(x_rows as i32))?) } else { None },
         norm: if c.norm { Some(a.norm(c.cols)?) } else { None },
@@ -164,12 +170,20 @@ fn matmul(a: &mut Arena<'_>, c: MatMulCase) -> Result<Vec<Stage>> {
     })
 }
 
-fn rope_cache(a: &mut Arena<'_>, format: Format, n: usize, norm: bool, rotary_dim: usize) -> Result<Vec<Stage>> {
+fn rope_cache(
+    a: &mut Arena<'_>,
+    format: Format,
+    n: usize,
+    norm: bool,
+    rotary_dim: usize,
+) -> Result<Vec<Stage>> {
     let (heads, kv_heads, d, max_positions, n_pages) = (4, 2, 32, 64, 3);
     let slots: Vec<i32> = (0..n as i32).map(|i| (i * 5) % 32 + 16).collect();
     // Written bf16 is compared through attention: here a rounding on the edge may differ between devices.
     let kv = match format {
-        Format::F32 => a.updated(n_pages * KvCache::page_bytes(format, kv_heads, d) / 4, Fill::Uniform(0.0))?,
+        Format::F32 => {
+            a.updated(n_pages * KvCache::page_bytes(format, kv_heads, d) / 4, Fill::Uniform(0.0))?
+        }
         _ => a.input(n_pages * KvCache::page_bytes(format, kv_heads, d) / 4, Fill::Below(1))?,
     };
     let kv = KvCache { view: kv, format, n_pages };
@@ -346,8 +360,15 @@ fn pooled_experts(a: &mut Arena<'_>, s: ExpertShape) -> Result<Experts> {
     // The second of two layers.
     let slots = (0..2 * s.experts).map(|i| if i < s.experts { -1 } else { (i * 7 % s.experts) as i32 });
     let table: View = a.fixed(&slots.collect::<Vec<i32>>())?;
-    let pool =
-        ExpertPool { record, n_layers: 2, n_experts: s.experts, chunks, slots_per_chunk, table, banks: Vec::new() };
+    let pool = ExpertPool {
+        record,
+        n_layers: 2,
+        n_experts: s.experts,
+        chunks,
+        slots_per_chunk,
+        table,
+        banks: Vec::new(),
+    };
     Ok(Experts::Pool { pool: pool.into(), layer: 1 })
 }
 
@@ -387,7 +408,11 @@ fn top_logits(a: &mut Arena<'_>, n: usize, vocab: usize, k: usize) -> Result<Vec
         ids: a.output_i32(n * k)?,
         values: a.output(n * k)?,
         log_sum_exp: a.output(n)?,
-        logits: if vocab < 2000 { a.fixed(&tied.collect::<Vec<_>>())? } else { a.input(n * vocab, Fill::Uniform(8.0))? },
+        logits: if vocab < 2000 {
+            a.fixed(&tied.collect::<Vec<_>>())?
+        } else {
+            a.input(n * vocab, Fill::Uniform(8.0))?
+        },
         inverse_temperatures: a.fixed(&inverse_temperatures)?,
         p: TopLogitsParams { n_rows: n as u32, vocab: vocab as u32, k: k as u32 },
     })

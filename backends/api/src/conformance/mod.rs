@@ -59,7 +59,8 @@ pub struct Report {
 impl Report {
     /// Whether nothing failed and something ran.
     pub fn passed(&self) -> bool {
-        self.count(|o| matches!(o, Outcome::Passed(_))) > 0 && self.count(|o| matches!(o, Outcome::Failed(_))) == 0
+        self.count(|o| matches!(o, Outcome::Passed(_))) > 0
+            && self.count(|o| matches!(o, Outcome::Failed(_))) == 0
     }
 
     fn count(&self, f: impl Fn(&Outcome) -> bool) -> usize {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::Failure;
 use crate::{
-    Activation, Backend, Embed, EmbedParams, Format, Lane, MatMul, MatMulParams, Matrix, Op, RouteAsk, RouteReply, Stage,
-    View, Weight,
+    Activation, Backend, Embed, EmbedParams, Format, Lane, MatMul, MatMulParams, Matrix, Op, RouteAsk,
+    RouteReply, Stage, View, Weight,
 };
 
 type Check = fn(&dyn Backend) -> Result<f64, Failure>;

@@ -11,8 +11,8 @@ use super::{
     cases::{ExpertShape, expert_params, routes},
 };
 use crate::{
-    Backend, ExpertMlp, ExpertPool, ExpertRecord, Experts, Format, HostRows, Precision, RouteAsk, RoutePoint, RouteReply,
-    Stage, TableChange, record,
+    Backend, ExpertMlp, ExpertPool, ExpertRecord, Experts, Format, HostRows, Precision, RouteAsk, RoutePoint,
+    RouteReply, Stage, TableChange, record,
 };
 
 /// Who may answer for a miss.
@@ -42,7 +42,12 @@ pub(super) fn cases() -> Vec<RouteCase> {
         for (format, n, n_slots) in [(Format::Bf16, 1, 2), (Format::Bf16, 6, 10), (Format::F32, 3, 10)] {
             let (hidden, intermediate) = (64, 48);
             let shape = ExpertShape { format, pool: true, n, hidden, intermediate, top_k: 2, experts: 10 };
-            cases.push(RouteCase { name: format!("route_point/{name} {format} n={n} slots={n_slots}"), shape, n_slots, choices });
+            cases.push(RouteCase {
+                name: format!("route_point/{name} {format} n={n} slots={n_slots}"),
+                shape,
+                n_slots,
+                choices,
+            });
         }
     }
     cases
@@ -106,7 +111,8 @@ pub(super) fn run(case: &RouteCase, device: &dyn Backend) -> Result<f64, Failure
     });
     let routes: Vec<i32> = (0..s.n).flat_map(|row| routes(row, s)).collect();
     let n_routes = s.n * s.top_k;
-    let (x, weights, ids) = (device.alloc(s.n * s.hidden * 4)?, device.alloc(n_routes * 4)?, device.alloc(n_routes * 4)?);
+    let (x, weights, ids) =
+        (device.alloc(s.n * s.hidden * 4)?, device.alloc(n_routes * 4)?, device.alloc(n_routes * 4)?);
     let mut stages = Vec::new();
     let mut outputs = Vec::new();
     for layer in 0..2 {
@@ -128,14 +134,19 @@ pub(super) fn run(case: &RouteCase, device: &dyn Backend) -> Result<f64, Failure
     for round in 0..6 {
         let mut floats = |n: usize| (0..n).map(|_| rng.symmetric(1.0)).collect::<Vec<f32>>();
         let (x_values, weight_values) = (floats(s.n * s.hidden), floats(n_routes));
-        let turned: Vec<i32> = routes.iter().map(|&e| if e < 0 { e } else { (e + round) % s.experts as i32 }).collect();
+        let turned: Vec<i32> =
+            routes.iter().map(|&e| if e < 0 { e } else { (e + round) % s.experts as i32 }).collect();
         device.write(&x.whole(), bytemuck::cast_slice(&x_values))?;
         device.write(&weights.whole(), bytemuck::cast_slice(&weight_values))?;
         device.write(&ids.whole(), bytemuck::cast_slice(&turned))?;
         let mut asked = Vec::new();
         let mut serve = |ask: &RouteAsk<'_>, reply: &mut RouteReply| {
             asked.push(ask.layer);
-            assert_eq!((ask.ids, ask.n_rows, ask.top_k), (&turned[..], s.n, s.top_k), "what the host is asked");
+            assert_eq!(
+                (ask.ids, ask.n_rows, ask.top_k),
+                (&turned[..], s.n, s.top_k),
+                "what the host is asked"
+            );
             answer(ask, reply, &pool, case.choices, &mut mirror, &mut rng);
             Ok(())
         };
@@ -164,7 +175,8 @@ fn answer(
     mirror: &mut Mirror,
     rng: &mut Rng,
 ) {
-    let mut needed: Vec<u32> = ask.ids.iter().filter(|&&e| e >= 0).map(|&e| pool.entry(ask.layer, e as u32) as u32).collect();
+    let mut needed: Vec<u32> =
+        ask.ids.iter().filter(|&&e| e >= 0).map(|&e| pool.entry(ask.layer, e as u32) as u32).collect();
     needed.sort_unstable();
     needed.dedup();
     for &entry in &needed {
@@ -208,8 +220,12 @@ fn live_error(got: &[f32], want: &[f64], ids: &[i32], hidden: usize) -> f64 {
 
 fn fill_bank(rng: &mut Rng, record: &ExpertRecord, bank: &mut [u8]) {
     match record.format {
-        Format::F32 => bank.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&rng.symmetric(0.2).to_le_bytes())),
-        _ => bank.chunks_exact_mut(2).for_each(|b| b.copy_from_slice(&bf16::from_f32(rng.symmetric(0.2)).to_le_bytes())),
+        Format::F32 => {
+            bank.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&rng.symmetric(0.2).to_le_bytes()))
+        }
+        _ => bank
+            .chunks_exact_mut(2)
+            .for_each(|b| b.copy_from_slice(&bf16::from_f32(rng.symmetric(0.2)).to_le_bytes())),
     }
 }
 
@@ -239,7 +255,8 @@ fn rows(pool: &ExpertPool, layer: u32, ids: &[i32], weights: &[f32], x: &[f32], 
             })
             .collect();
         for (row, part) in parts[route * hidden..][..hidden].iter_mut().enumerate() {
-            let sum: f64 = (0..intermediate).map(|i| element(r.format, down, row * intermediate + i) * inner[i]).sum();
+            let sum: f64 =
+                (0..intermediate).map(|i| element(r.format, down, row * intermediate + i) * inner[i]).sum();
             *part = weights[route] as f64 * sum;
         }
     }

@@ -79,6 +79,9 @@ impl OpSpec for Attention {
     }
 
     fn check_shape(&self) {
-        assert!(self.p.n_kv_heads > 0 && self.p.n_heads.is_multiple_of(self.p.n_kv_heads), "attention: heads");
+        assert!(
+            self.p.n_kv_heads > 0 && self.p.n_heads.is_multiple_of(self.p.n_kv_heads),
+            "attention: heads"
+        );
     }
 }

@@ -58,6 +58,10 @@ impl OpSpec for Embed {
     }
 
     fn check_shape(&self) {
-        assert_eq!((self.table.rows, self.table.cols), (self.p.vocab as usize, self.p.hidden as usize), "embed");
+        assert_eq!(
+            (self.table.rows, self.table.cols),
+            (self.p.vocab as usize, self.p.hidden as usize),
+            "embed"
+        );
     }
 }

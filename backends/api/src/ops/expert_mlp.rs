@@ -81,11 +81,18 @@ impl OpSpec for ExpertMlp {
                     let up_shape = (intermediate, hidden);
                     assert!((e.gate.rows, e.gate.cols) == up_shape && (e.up.rows, e.up.cols) == up_shape);
                     assert_eq!((e.down.rows, e.down.cols), (hidden, intermediate), "expert_mlp: down");
-                    assert!(e.gate.format == e.up.format && e.gate.format == e.down.format, "one format an expert");
+                    assert!(
+                        e.gate.format == e.up.format && e.gate.format == e.down.format,
+                        "one format an expert"
+                    );
                 }
             }
             Experts::Pool { pool, layer } => {
-                assert_eq!((pool.record.hidden, pool.record.intermediate), (hidden, intermediate), "expert_mlp: record");
+                assert_eq!(
+                    (pool.record.hidden, pool.record.intermediate),
+                    (hidden, intermediate),
+                    "expert_mlp: record"
+                );
                 assert!((*layer as usize) < pool.n_layers, "expert_mlp: layer {layer} of {}", pool.n_layers);
             }
         }

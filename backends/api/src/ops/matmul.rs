@@ -99,7 +99,11 @@ impl OpSpec for MatMul {
     fn check_shape(&self) {
         let (rows, cols) = (self.weight.rows(), self.weight.cols());
         let out = if self.is_glu() { rows / 2 } else { rows };
-        assert_eq!((out, cols), (self.p.out_features as usize, self.p.in_features as usize), "matmul: weight");
+        assert_eq!(
+            (out, cols),
+            (self.p.out_features as usize, self.p.in_features as usize),
+            "matmul: weight"
+        );
         assert!(!self.is_glu() || rows.is_multiple_of(2), "matmul: a GLU has as many gate rows as up rows");
         assert!(self.norm.as_ref().is_none_or(|norm| norm.cols == cols), "matmul: norm");
         if let Some(bias) = &self.bias {

@@ -77,7 +77,11 @@ impl OpSpec for Route {
 
     fn check_shape(&self) {
         let p = &self.p;
-        assert_eq!((self.router.rows, self.router.cols), (p.n_experts as usize, p.hidden as usize), "route: router");
+        assert_eq!(
+            (self.router.rows, self.router.cols),
+            (p.n_experts as usize, p.hidden as usize),
+            "route: router"
+        );
         assert_eq!(self.norm.cols, p.hidden as usize, "route: norm");
         assert!(p.top_k >= 1 && p.top_k <= p.n_experts, "route: top_k {} of {}", p.top_k, p.n_experts);
     }

@@ -66,6 +66,10 @@ impl OpSpec for TopLogits {
     }
 
     fn check_shape(&self) {
-        assert!(self.p.k as usize <= MAX_TOP_LOGITS && self.p.k <= self.p.vocab, "top_logits: k {}", self.p.k);
+        assert!(
+            self.p.k as usize <= MAX_TOP_LOGITS && self.p.k <= self.p.vocab,
+            "top_logits: k {}",
+            self.p.k
+        );
     }
 }

@@ -32,7 +32,8 @@ pub(super) fn scratch_values(op: &Attention, n_workers: usize) -> usize {
 
 pub(super) fn attention(fast: &Fast, op: &Attention, scratch: &mut Scratch) {
     let p = &op.p;
-    let (n, heads, kv_heads, d) = (p.n_rows as usize, p.n_heads as usize, p.n_kv_heads as usize, p.head_dim as usize);
+    let (n, heads, kv_heads, d) =
+        (p.n_rows as usize, p.n_heads as usize, p.n_kv_heads as usize, p.head_dim as usize);
     let (sequences, positions) = (slice::<i32>(&op.sequences), slice::<i32>(&op.positions));
     let length = |row: usize| if sequences[row] < 0 { 0 } else { positions[row] as usize + 1 };
     let longest = (0..n).map(length).max().unwrap_or(0);
@@ -60,7 +61,8 @@ pub(super) fn attention(fast: &Fast, op: &Attention, scratch: &mut Scratch) {
     for_each_row(&fast.pool, out, heads * d, |row, out| {
         for (head, out) in out.chunks_exact_mut(d).enumerate() {
             let part = |split: usize| {
-                let start = ((row * kv_heads + head / group) * splits + split) * width + head % group * (d + TAIL);
+                let start =
+                    ((row * kv_heads + head / group) * splits + split) * width + head % group * (d + TAIL);
                 partial[start..start + d + TAIL].split_at(d)
             };
             let max = (0..splits).map(|s| part(s).1[0]).fold(f32::NEG_INFINITY, f32::max);

@@ -57,11 +57,13 @@ pub(super) fn expert_mlp<'a>(
     scratch: &mut Scratch,
 ) {
     let p = &op.p;
-    let (n, top_k, hidden, inner) = (p.n_rows as usize, p.top_k as usize, p.hidden as usize, p.intermediate as usize);
+    let (n, top_k, hidden, inner) =
+        (p.n_rows as usize, p.top_k as usize, p.hidden as usize, p.intermediate as usize);
     let n_sorted = sort_by_expert(&ids[..n * top_k], p.n_experts as usize, scratch);
     let Some(&first) = scratch.experts.first() else { return };
     let format = find(first as usize).format;
-    let (groups, experts, order) = (Rows::Groups(&scratch.groups), &scratch.experts[..], &scratch.order[..n_sorted]);
+    let (groups, experts, order) =
+        (Rows::Groups(&scratch.groups), &scratch.experts[..], &scratch.order[..n_sorted]);
     let n_groups = experts.len();
     let half = fast.takes_bf16(format);
 
@@ -110,7 +112,8 @@ pub(super) fn expert_mlp<'a>(
     let weights = slice::<f32>(&op.weights);
     let parts = &mut slice_mut::<f32>(&op.parts)[..n * top_k * hidden];
     let in_place = order.iter().enumerate().all(|(i, &route)| i == route as usize);
-    let sorted = if in_place { &mut parts[..n_sorted * hidden] } else { &mut scratch.rows[..n_sorted * hidden] };
+    let sorted =
+        if in_place { &mut parts[..n_sorted * hidden] } else { &mut scratch.rows[..n_sorted * hidden] };
     let cols = tile_cols(&fast.pool, hidden, n_groups);
     for_each_tile(&fast.pool, sorted, hidden, groups, cols, |group, mut tile| {
         let expert = find(experts[group] as usize);

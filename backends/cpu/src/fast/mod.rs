@@ -62,7 +62,9 @@ impl Fast {
             Op::RopeCache(op) => reference::rope_cache(op),
             Op::Attention(op) => attention::attention(self, op, scratch),
             Op::Route(op) => route::route(self, op, scratch),
-            Op::ExpertMlp(op) => expert_mlp::expert_mlp(self, op, slice(&op.ids), &expert_mlp::resident(op), scratch),
+            Op::ExpertMlp(op) => {
+                expert_mlp::expert_mlp(self, op, slice(&op.ids), &expert_mlp::resident(op), scratch)
+            }
             Op::Combine(op) => reference::combine(op),
             Op::EditLogits(op) => reference::edit_logits(op),
             Op::TopLogits(op) => top_logits::top_logits(self, op, scratch),
@@ -86,7 +88,13 @@ impl Fast {
     }
 
     /// Activations as a weight of this format takes them.
-    fn activations<'a>(&self, format: Format, x: &'a [f32], width: usize, rounded: &'a mut [bf16]) -> Activations<'a> {
+    fn activations<'a>(
+        &self,
+        format: Format,
+        x: &'a [f32],
+        width: usize,
+        rounded: &'a mut [bf16],
+    ) -> Activations<'a> {
         if !self.takes_bf16(format) {
             return Activations::F32(x);
         }
@@ -98,7 +106,15 @@ impl Fast {
     }
 
     /// `tile[i * rows + r] = weight[r] . x[i]` for some rows of a weight that lies in `bytes`.
-    fn dot(&self, format: Format, bytes: &[u8], rows: Range<usize>, cols: usize, x: Activations<'_>, tile: &mut [f32]) {
+    fn dot(
+        &self,
+        format: Format,
+        bytes: &[u8],
+        rows: Range<usize>,
+        cols: usize,
+        x: Activations<'_>,
+        tile: &mut [f32],
+    ) {
         let bytes = &bytes[rows.start * format.row_bytes(cols)..rows.end * format.row_bytes(cols)];
         let n = tile.len() / rows.len();
         match x {

@@ -16,7 +16,9 @@ pub(super) fn route(fast: &Fast, op: &Route, scratch: &mut Scratch) {
     let norm = &mut scratch.norm[..hidden];
     widen(&op.norm, 0, norm);
     let normed = &mut slice_mut::<f32>(&op.normed)[..n * hidden];
-    for_each_row(&fast.pool, normed, hidden, |row, out| rms_norm(&x[row * hidden..][..hidden], norm, op.p.eps, out));
+    for_each_row(&fast.pool, normed, hidden, |row, out| {
+        rms_norm(&x[row * hidden..][..hidden], norm, op.p.eps, out)
+    });
 
     let normed = Activations::F32(normed);
     let router = slice::<u8>(&op.router.view);
@@ -27,7 +29,14 @@ pub(super) fn route(fast: &Fast, op: &Route, scratch: &mut Scratch) {
         for start in (0..n).step_by(ROW_BLOCK) {
             let rows = start..n.min(start + ROW_BLOCK);
             let values = &mut values[..rows.len() * tile.cols.len()];
-            fast.dot(op.router.format, router, tile.cols.clone(), hidden, normed.rows(rows.clone(), hidden), values);
+            fast.dot(
+                op.router.format,
+                router,
+                tile.cols.clone(),
+                hidden,
+                normed.rows(rows.clone(), hidden),
+                values,
+            );
             for (row, values) in rows.zip(values.chunks_exact(tile.cols.len())) {
                 tile.row(row).copy_from_slice(values);
             }

@@ -2,7 +2,10 @@
 
 #![allow(unsafe_code)] // Intrinsics; see `Lanes` for what each function asks of its caller.
 
-use super::{Fma, Kernels, Lanes, Load, dot_row, dot_rows, kernels, scalar, xor_lanes};
+use super::{
+    Kernels, kernels, scalar,
+    tile::{Fma, Lanes, Load, dot_row, dot_rows, xor_lanes},
+};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 

@@ -5,7 +5,10 @@
 
 #![allow(unsafe_code)] // Intrinsics; see `Lanes` for what each function asks of its caller.
 
-use super::{Fma, Kernels, Lanes, Load, Step, dot_row, dot_rows, kernels, scalar, xor_lanes};
+use super::{
+    Kernels, kernels, scalar,
+    tile::{Fma, Lanes, Load, Step, dot_row, dot_rows, xor_lanes},
+};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -23,7 +26,7 @@ pub(super) fn detected_bf16() -> bool {
 kernels!("AVX-512", "avx2,fma,f16c,avx512f,avx512bw,avx512vl", __m512);
 
 pub(super) const KERNELS_BF16: Kernels =
-    Kernels { name: "AVX-512 BF16", dot_bf16_bf16: dot_pairs, ..KERNELS };
+    Kernels { name: "AVX-512 BF16", multiplies_bf16: true, dot_bf16_bf16: dot_pairs, ..KERNELS };
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")]
 fn dot_pairs(w: &[bf16], rows: usize, x: &[bf16], n: usize, cols: usize, tile: &mut [f32]) {

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 
 pub(super) const KERNELS: Kernels = Kernels {
     name: "scalar",
+    multiplies_bf16: false,
     dot_f32: dot::<f32, f32>,
     dot_bf16: dot::<bf16, f32>,
     dot_f16: dot::<f16, f32>,

@@ -27,7 +27,8 @@ pub(super) fn attention(op: &Attention) {
         for head in 0..heads {
             let kv_head = head / (heads / kv_heads);
             let q = &q[(n * heads + head) * d..][..d];
-            let scores: Vec<f64> = (0..length).map(|t| (dot(q, &at(t, kv_head, 0)) * p.scale) as f64).collect();
+            let scores: Vec<f64> =
+                (0..length).map(|t| (dot(q, &at(t, kv_head, 0)) * p.scale) as f64).collect();
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
             let mut mixed = vec![0.0_f64; d];

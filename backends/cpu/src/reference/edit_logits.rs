@@ -8,7 +8,8 @@ pub(crate) fn edit_logits(op: &EditLogits) {
     let logits = slice_mut::<f32>(&op.logits);
     let edits = &slice::<LogitEdit>(&op.edits)[..op.p.capacity as usize];
     for edit in edits.iter().take_while(|edit| edit.row >= 0) {
-        let logit = &mut logits[edit.row as usize * op.p.vocab as usize..][..op.p.vocab as usize][edit.id as usize];
+        let logit =
+            &mut logits[edit.row as usize * op.p.vocab as usize..][..op.p.vocab as usize][edit.id as usize];
         *logit = edit.apply(*logit);
     }
 }

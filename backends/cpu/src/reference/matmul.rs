@@ -18,7 +18,9 @@ pub(super) fn matmul(op: &MatMul) {
         let mut y = Vec::new();
         for (p, piece) in op.weight.pieces().iter().enumerate() {
             let bias = op.bias.as_ref().map(|bias| row(&bias[p], 0));
-            y.extend((0..piece.rows).map(|r| dot(&row(piece, r), &x) + bias.as_ref().map_or(0.0, |bias| bias[r])));
+            y.extend(
+                (0..piece.rows).map(|r| dot(&row(piece, r), &x) + bias.as_ref().map_or(0.0, |bias| bias[r])),
+            );
         }
         if op.is_glu() {
             y = (0..out_width).map(|r| silu(y[r]) * y[out_width + r]).collect();

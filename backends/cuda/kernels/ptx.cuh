@@ -1,0 +1,78 @@
+// The instructions that CUDA C++ has no word for, one function each, and nothing else.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// Dynamic shared memory of the block, as bytes.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+
+// 16 bytes of a weight: read once, so kept out of L1.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ float f16_to_f32(u16 v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+  return f;
+}
+
+// Two f32 rounded to nearest even: `low` in the lower half.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Copies 16 bytes to shared memory behind the thread's back; writes zeros where `live` is false, and then reads nothing.
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(live ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N groups of this thread's copies are under way.
+template <int N>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8. Lane l receives elements 2 * (l % 4) and
+// the next one of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d[16, 8] += a[16, 16] . b[16, 8], bf16 in and f32 out. With g = lane / 4 and t = lane % 4: d = (g, 2t), (g, 2t + 1),
+// (g + 8, 2t), (g + 8, 2t + 1); a = pairs from (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); b = pairs from
+// (2t, g), (2t + 8, g), down.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

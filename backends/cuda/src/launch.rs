@@ -1,0 +1,71 @@
+//! What an op is on this device: kernels, their grids and what they are given. Data only: nothing here calls the driver.
+
+use std::sync::Arc;
+
+use freetoken_backend::{ExpertPool, View};
+
+/// Words behind [`Arg::Counters`].
+pub(crate) const N_COUNTERS: usize = 4096;
+
+/// What the choice of kernels depends on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CardFacts {
+    /// Streaming multiprocessors.
+    pub(crate) sms: u32,
+    /// Shared memory that one block may ask for, in bytes.
+    pub(crate) shared_bytes: u32,
+    /// Compute capability, major and minor.
+    pub(crate) compute: (u32, u32),
+}
+
+/// One kernel and all it needs. Launches of an op run in order, each behind the one before.
+#[derive(Debug, Clone)]
+pub(crate) struct Launch {
+    /// Name of the function; names are unique over all modules of the bundle.
+    pub(crate) kernel: &'static str,
+    /// Blocks in x, y and z.
+    pub(crate) grid: [u32; 3],
+    /// Threads in x, y and z.
+    pub(crate) block: [u32; 3],
+    /// Dynamic shared memory. Above 48 KiB the function's limit has to be raised before the first launch.
+    pub(crate) shared_bytes: u32,
+    /// Arguments, in the order of the kernel's parameters.
+    pub(crate) args: Vec<Arg>,
+}
+
+/// One argument of a kernel.
+#[derive(Debug, Clone)]
+pub(crate) enum Arg {
+    /// A parameter struct, by value.
+    Params(Vec<u8>),
+    /// Device address of a view.
+    View(View),
+    /// A null pointer.
+    Null,
+    /// Device address of an array of u64: the device addresses of the pool's chunks.
+    ChunkTable(Arc<ExpertPool>),
+    /// Device address of the scratch memory plus this many bytes. Scratch belongs to one op at a time; its start is
+    /// aligned to 256 bytes and holds anything when an op begins.
+    Scratch(usize),
+    /// Device address of [`N_COUNTERS`] u32 words that are zero between kernels: kernels that count leave them at zero.
+    Counters,
+    /// A plain device address.
+    Address(u64),
+    /// A 32-bit number, by value.
+    U32(u32),
+}
+
+/// Where expert records are found: the pool of an op, or the host bank of a layer that is read in place.
+#[derive(Debug, Clone)]
+pub(crate) struct ExpertPlace {
+    /// i32 `[n_experts]`: the slot of each expert; experts with -1 are left out.
+    pub(crate) table: Arg,
+    /// u64 `[n_chunks]`: device addresses of chunks.
+    pub(crate) chunks: Arg,
+    /// Records of a chunk.
+    pub(crate) slots_per_chunk: u32,
+}
+
+/// Why an op has no kernel here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Unsupported(pub(crate) String);

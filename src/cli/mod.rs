@@ -1,0 +1,66 @@
+//! The command line: a file a command. Raw arguments become checked values before a model is touched. Answers go to standard
+//! output, everything else to standard error.
+
+//mod bench;
+mod devices;
+mod eval;
+//mod inspect;
+mod model;
+//mod run;
+mod selftest;
+//mod synth;
+mod terminal;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (backends: cpu)");
+
+/// Runs Mixture-of-Experts language models far larger than the GPU's memory on one personal machine.
+#[derive(Debug, Parser)]
+#[command(name = "freetoken", version = VERSION, max_term_width = 100)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    //Run(run::RunArgs),
+    Eval(eval::EvalArgs),
+    //Inspect(inspect::InspectArgs),
+    Devices(devices::DevicesArgs),
+    //Synth(synth::SynthArgs),
+    //Bench(bench::BenchArgs),
+    Selftest(selftest::SelftestArgs),
+}
+
+impl Cli {
+    /// Runs the command.
+    ///
+    /// # Errors
+    /// What went wrong, for [`sentence`].
+    pub fn run(self) -> Result<()> {
+        match self.command {
+            //Command::Run(args) => run::run(args),
+            Command::Eval(args) => eval::run(args),
+            //Command::Inspect(args) => inspect::run(args),
+            Command::Devices(args) => devices::run(args),
+            //Command::Synth(args) => synth::run(args),
+            //Command::Bench(args) => bench::run(args),
+            Command::Selftest(args) => selftest::run(args),
+        }
+    }
+}
+
+/// An error and its causes as one sentence, each said once.
+pub fn sentence(error: &anyhow::Error) -> String {
+    let mut sentence = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if !sentence.contains(&cause) {
+            let colon = if sentence.is_empty() { "" } else { ": " };
+            sentence = format!("{sentence}{colon}{cause}");
+        }
+    }
+    sentence
+}

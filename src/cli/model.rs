@@ -1,0 +1,89 @@
+//! Arguments that mean the same on every command: which model, on which device, how exactly.
+
+use std::{path::PathBuf, sync::Arc};
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use freetoken_backend::{Backend, Precision};
+
+use super::terminal::Progress;
+use crate::{
+    devices::{self, BackendChoice},
+    engine::{Engine, EngineOptions},
+    model_files::ModelFiles,
+};
+
+/// Context that is made room for unless one is asked for: long enough for a conversation, small enough for a laptop.
+const DEFAULT_CONTEXT: usize = 8192;
+
+/// `--precision`
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(super) enum PrecisionArg {
+    /// The backend's fast mode: matmul inputs and the KV cache may be bf16.
+    Auto,
+    /// Activations and sums in float32 everywhere.
+    F32,
+}
+
+/// Where to run.
+#[derive(Debug, Clone, Args)]
+pub(super) struct DeviceArgs {
+    /// The device: auto, or cpu.
+    #[arg(long, default_value = "auto", value_name = "NAME")]
+    pub(super) backend: BackendChoice,
+    /// How exactly to compute.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(super) precision: PrecisionArg,
+    /// CPU threads [default: one for each physical core].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(super) threads: Option<u16>,
+}
+
+impl DeviceArgs {
+    /// Opens the device.
+    pub(super) fn open(&self) -> Result<Arc<dyn Backend>> {
+        let precision = match self.precision {
+            PrecisionArg::Auto => Precision::Auto,
+            PrecisionArg::F32 => Precision::F32,
+        };
+        Ok(devices::open(&self.backend, precision, self.threads.map(usize::from))?)
+    }
+}
+
+/// What to run, and where.
+#[derive(Debug, Clone, Args)]
+pub(super) struct ModelArgs {
+    /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
+    /// [default: the demo model].
+    #[arg(long, short, value_name = "DIR")]
+    pub(super) model: Option<PathBuf>,
+    /// Tokens that prompt and answer may have together [default: the model's own limit, at most 8192].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 26))]
+    pub(super) context: Option<u32>,
+    #[command(flatten)]
+    pub(super) device: DeviceArgs,
+}
+
+impl ModelArgs {
+    /// Reads everything about the model but its weights.
+    pub(super) fn files(&self) -> Result<ModelFiles> {
+        Ok(ModelFiles::open(self.model.as_deref())?)
+    }
+
+    /// Loads the weights, with a bar on a terminal.
+    pub(super) fn engine(&self, files: &ModelFiles, max_sequences: usize) -> Result<Engine> {
+        let options = EngineOptions {
+            context: self.context.map_or(DEFAULT_CONTEXT, |n| n as usize),
+            max_sequences,
+            ..EngineOptions::default()
+        };
+        let backend = self.device.open()?;
+        let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
+        let engine = files.engine(backend, options, &mut |bytes| progress.add(bytes))?;
+        progress.finish();
+        if let Some(asked) = self.context.filter(|&n| n as usize > engine.context()) {
+            eprintln!("the model's own limit is {} tokens: --context {asked} is cut to it", engine.context());
+        }
+        Ok(engine)
+    }
+}

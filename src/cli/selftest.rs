@@ -1,0 +1,72 @@
+//! `freetoken selftest`: the conformance suite on this machine's device and driver, and golden checkpoints where there are any.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use freetoken_backend::conformance;
+
+use super::{model::DeviceArgs, terminal::print_line};
+use crate::{devices, golden};
+
+/// Check that a device computes what it should.
+///
+/// Runs every op in many shapes and compares with the scalar CPU, in the mode that --precision asks for.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  freetoken selftest\n  freetoken selftest --precision f32 --only expert_mlp\n  \
+                        freetoken selftest --golden tests/golden"
+)]
+pub(super) struct SelftestArgs {
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Also check golden checkpoints: a directory of one, or of several.
+    #[arg(long, value_name = "DIR")]
+    golden: Option<PathBuf>,
+    /// Only cases, or golden checkpoints, whose name contains this.
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
+    only: String,
+}
+
+pub(super) fn run(args: SelftestArgs) -> Result<()> {
+    let device = args.device.open()?;
+    let caps = device.caps();
+    eprintln!("{} ({}, {}), precision {}", caps.backend, caps.device, caps.detail, caps.precision);
+    let report = conformance::run_suite(&*device, &*devices::reference(), &args.only);
+    print_line(&report.to_string())?;
+    let mut failed = !report.rows.is_empty() && !report.passed();
+    let mut ran = !report.rows.is_empty();
+    for dir in args.golden.iter().map(golden_dirs).collect::<Result<Vec<_>>>()?.concat() {
+        if !dir.to_string_lossy().contains(&args.only) && !ran {
+            continue;
+        }
+        let report = golden::run(&dir, &device)?;
+        print_line(&format!("\n{}\n{report}", dir.display()))?;
+        failed |= !report.passed();
+        ran = true;
+    }
+    if failed {
+        bail!("this device or its driver computes wrong results: use another one with --backend");
+    }
+    if !ran {
+        bail!("no case has a name that contains `{}`", args.only);
+    }
+    Ok(())
+}
+
+/// The directory itself where it is a golden checkpoint, else those in it.
+fn golden_dirs(dir: &PathBuf) -> Result<Vec<PathBuf>> {
+    let is_golden = |dir: &PathBuf| dir.join("expected.json").is_file();
+    if is_golden(dir) {
+        return Ok(vec![dir.clone()]);
+    }
+    let entries =
+        std::fs::read_dir(dir).with_context(|| format!("cannot read the directory {}", dir.display()))?;
+    let mut dirs: Vec<PathBuf> =
+        entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_golden).collect();
+    dirs.sort();
+    if dirs.is_empty() {
+        bail!("{} holds no golden checkpoint: one has an expected.json", dir.display());
+    }
+    Ok(dirs)
+}

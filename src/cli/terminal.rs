@@ -1,0 +1,60 @@
+//! Standard output and standard error: every write is checked, bars appear on a terminal only.
+
+use std::io::{self, IsTerminal, Write};
+
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// Writes to standard output and flushes it, so that text appears as it is made and a full disk is noticed.
+pub(super) fn print(text: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())
+        .and_then(|()| out.flush())
+        .context("cannot write the output: is the disk full, or did its reader end?")
+}
+
+/// The same with a line's end.
+pub(super) fn print_line(text: &str) -> Result<()> {
+    print(&format!("{text}\n"))
+}
+
+/// Progress of long work, on a terminal only.
+pub(super) struct Progress(ProgressBar);
+
+impl Progress {
+    /// Work counted in bytes.
+    pub(super) fn bytes(what: &'static str, total: u64) -> Self {
+        Self::with_style(what, total, "{msg:>10} {bar:30} {bytes}/{total_bytes} {bytes_per_sec}")
+    }
+
+    /// Work counted in tokens.
+    pub(super) fn tokens(what: &'static str, total: u64) -> Self {
+        Self::with_style(what, total, "{msg:>10} {bar:30} {pos}/{len} tokens {eta}")
+    }
+
+    fn with_style(what: &'static str, total: u64, style: &str) -> Self {
+        let target = if io::stderr().is_terminal() {
+            ProgressDrawTarget::stderr_with_hz(10)
+        } else {
+            ProgressDrawTarget::hidden()
+        };
+        let bar = ProgressBar::with_draw_target(Some(total), target).with_message(what);
+        bar.set_style(ProgressStyle::with_template(style).expect("the templates above are valid"));
+        Progress(bar)
+    }
+
+    /// More is done.
+    pub(super) fn add(&self, n: u64) {
+        self.0.inc(n);
+    }
+
+    /// So much is done in all.
+    pub(super) fn set(&self, n: u64) {
+        self.0.set_position(n);
+    }
+
+    /// Takes the bar away.
+    pub(super) fn finish(&self) {
+        self.0.finish_and_clear();
+    }
+}
