@@ -3,13 +3,13 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use freetoken::cli::Cli;
+use freetoken::cli::{Cli, note, sentence};
 
 fn main() -> ExitCode {
     match Cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", freetoken::cli::sentence(&error));
+            note(&format!("error: {}", sentence(&error)));
             ExitCode::FAILURE
         }
     }

@@ -1,5 +1,7 @@
 //! Models that are wrong: every one ends in a sentence that names the file, the tensor or the field, and in nothing worse.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by a panic and may report")]
+
 use std::{fs, path::Path, sync::Arc};
 
 use freetoken::{engine::EngineOptions, model_files::ModelFiles};

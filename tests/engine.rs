@@ -1,5 +1,7 @@
 //! The engine with several sequences: they share steps and the cache and nothing else.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by a panic and may report")]
+
 use std::{path::Path, sync::Arc};
 
 use freetoken::{

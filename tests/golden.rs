@@ -1,5 +1,7 @@
 //! The golden checkpoints on every backend.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by a panic and may report")]
+
 use std::{
     path::{Path, PathBuf},
     sync::Arc,

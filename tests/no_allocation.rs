@@ -1,5 +1,6 @@
 //! A decode step allocates nothing: counted by the allocator itself, with penalties and random draws on.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by a panic and may report")]
 #![allow(unsafe_code, reason = "a global allocator is an unsafe trait; this one forwards to the system's")]
 
 use std::{

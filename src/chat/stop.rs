@@ -17,7 +17,7 @@ pub enum StopError {
         /// Place in the list, from 0.
         index: usize,
     },
-    /// Longer than [`MAX_BYTES`].
+    /// Longer than the limit.
     #[error("stop string {index} has {bytes} bytes, more than the {MAX_BYTES} allowed")]
     TooLong {
         /// Place in the list, from 0.
@@ -25,7 +25,7 @@ pub enum StopError {
         /// Its length.
         bytes: usize,
     },
-    /// More than [`MAX_STRINGS`].
+    /// More than the limit.
     #[error("{n_strings} stop strings were given, more than the {MAX_STRINGS} allowed")]
     TooMany {
         /// How many were given.

@@ -12,7 +12,7 @@ use clap::{ArgGroup, Args};
 
 use super::{
     model::ModelArgs,
-    terminal::{Progress, print_line},
+    terminal::{Progress, note, print_line},
 };
 use crate::{
     engine::{Engine, Sequence, sampling::SamplingParams},
@@ -45,7 +45,7 @@ pub(super) struct EvalArgs {
     /// Decimal token ids between white space.
     #[arg(long, value_name = "FILE", requires = "logits")]
     tokens: Option<PathBuf>,
-    /// Where to write `logits` F32 [n, vocab], and with --greedy `greedy_ids` I32 [N].
+    /// Where to write `logits` F32 `[n, vocab]`, and with --greedy `greedy_ids` I32 `[N]`.
     #[arg(long, value_name = "OUT.safetensors", requires = "tokens")]
     logits: Option<PathBuf>,
     /// Also continue the tokens greedily, the end of the sequence ignored.
@@ -99,7 +99,7 @@ fn perplexity(args: &EvalArgs, path: &Path) -> Result<()> {
         });
         return print_line(&json.to_string());
     }
-    eprintln!("{} tokens, {n_scored} scored, {tokens_per_second:.0} tok/s", tokens.len());
+    note(&format!("{} tokens, {n_scored} scored, {tokens_per_second:.0} tok/s", tokens.len()));
     print_line(&format!("perplexity {perplexity:.4}"))
 }
 
@@ -151,6 +151,6 @@ fn logits(args: &EvalArgs, path: &Path, out: &Path) -> Result<()> {
         let json = serde_json::json!({ "tokens": tokens.len(), "vocab": vocab, "greedy_ids": greedy_ids });
         return print_line(&json.to_string());
     }
-    eprintln!("wrote the logits of {} tokens to {}", tokens.len(), out.display());
+    note(&format!("wrote the logits of {} tokens to {}", tokens.len(), out.display()));
     Ok(())
 }

@@ -6,13 +6,14 @@ mod devices;
 mod eval;
 //mod inspect;
 mod model;
-//mod run;
+mod run;
 mod selftest;
 //mod synth;
 mod terminal;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+pub use terminal::note;
 
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (backends: cpu)");
 
@@ -26,7 +27,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    //Run(run::RunArgs),
+    Run(run::RunArgs),
     Eval(eval::EvalArgs),
     //Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
@@ -39,10 +40,17 @@ impl Cli {
     /// Runs the command.
     ///
     /// # Errors
-    /// What went wrong, for [`sentence`].
+    /// What went wrong, for [`sentence`]. A reader of the output that left is no error.
     pub fn run(self) -> Result<()> {
+        match self.command() {
+            Err(error) if terminal::reader_left(&error) => Ok(()),
+            done => done,
+        }
+    }
+
+    fn command(self) -> Result<()> {
         match self.command {
-            //Command::Run(args) => run::run(args),
+            Command::Run(args) => run::run(args),
             Command::Eval(args) => eval::run(args),
             //Command::Inspect(args) => inspect::run(args),
             Command::Devices(args) => devices::run(args),

@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 use freetoken_backend::{Backend, Precision};
 
-use super::terminal::Progress;
+use super::terminal::{Progress, note};
 use crate::{
     devices::{self, BackendChoice},
     engine::{Engine, EngineOptions},
@@ -82,7 +82,10 @@ impl ModelArgs {
         let engine = files.engine(backend, options, &mut |bytes| progress.add(bytes))?;
         progress.finish();
         if let Some(asked) = self.context.filter(|&n| n as usize > engine.context()) {
-            eprintln!("the model's own limit is {} tokens: --context {asked} is cut to it", engine.context());
+            note(&format!(
+                "the model's own limit is {} tokens: --context {asked} is cut to it",
+                engine.context()
+            ));
         }
         Ok(engine)
     }

@@ -6,7 +6,10 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use freetoken_backend::conformance;
 
-use super::{model::DeviceArgs, terminal::print_line};
+use super::{
+    model::DeviceArgs,
+    terminal::{note, print_line},
+};
 use crate::{devices, golden};
 
 /// Check that a device computes what it should.
@@ -31,25 +34,28 @@ pub(super) struct SelftestArgs {
 pub(super) fn run(args: SelftestArgs) -> Result<()> {
     let device = args.device.open()?;
     let caps = device.caps();
-    eprintln!("{} ({}, {}), precision {}", caps.backend, caps.device, caps.detail, caps.precision);
+    note(&format!("{} ({}, {}), precision {}", caps.backend, caps.device, caps.detail, caps.precision));
     let report = conformance::run_suite(&*device, &*devices::reference(), &args.only);
-    print_line(&report.to_string())?;
-    let mut failed = !report.rows.is_empty() && !report.passed();
-    let mut ran = !report.rows.is_empty();
+    let (mut ran, mut failed) = (0, 0);
+    if !report.rows.is_empty() {
+        print_line(&report.to_string())?;
+        ran += 1;
+        failed += usize::from(!report.passed());
+    }
     for dir in args.golden.iter().map(golden_dirs).collect::<Result<Vec<_>>>()?.concat() {
-        if !dir.to_string_lossy().contains(&args.only) && !ran {
-            continue;
+        let name = dir.file_name().unwrap_or_default().to_string_lossy();
+        if name.contains(&args.only) {
+            let report = golden::run(&dir, &device)?;
+            print_line(&format!("\n{name}\n{report}"))?;
+            ran += 1;
+            failed += usize::from(!report.passed());
         }
-        let report = golden::run(&dir, &device)?;
-        print_line(&format!("\n{}\n{report}", dir.display()))?;
-        failed |= !report.passed();
-        ran = true;
     }
-    if failed {
+    if ran == 0 {
+        bail!("no case and no golden checkpoint has a name that contains `{}`", args.only);
+    }
+    if failed > 0 {
         bail!("this device or its driver computes wrong results: use another one with --backend");
-    }
-    if !ran {
-        bail!("no case has a name that contains `{}`", args.only);
     }
     Ok(())
 }

@@ -18,6 +18,17 @@ pub(super) fn print_line(text: &str) -> Result<()> {
     print(&format!("{text}\n"))
 }
 
+/// Tells the user something beside the answer. A standard error that takes no more is no reason to stop.
+pub fn note(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Whether nobody reads standard output any more, as behind `| head`: an end, not a failure.
+pub(super) fn reader_left(error: &anyhow::Error) -> bool {
+    let causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    causes.map(io::Error::kind).any(|kind| kind == io::ErrorKind::BrokenPipe)
+}
+
 /// Progress of long work, on a terminal only.
 pub(super) struct Progress(ProgressBar);
 

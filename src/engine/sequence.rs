@@ -17,11 +17,7 @@ impl Sequence {
     pub fn new(prompt: &[u32], params: SamplingParams, capacity: usize) -> Self {
         let mut tokens = Vec::with_capacity(capacity.max(prompt.len()));
         tokens.extend_from_slice(prompt);
-        let counts = params.penalises().then(|| {
-            let mut counts = TokenCounts::with_capacity(capacity);
-            prompt.iter().for_each(|&id| counts.add_prompt(id));
-            counts
-        });
+        let counts = prompt_counts(prompt, &params, capacity);
         let pages = Vec::with_capacity(capacity.div_ceil(freetoken_backend::PAGE_TOKENS));
         Sequence { tokens, n_computed: 0, pages, params, counts }
     }
@@ -59,9 +55,63 @@ impl Sequence {
         }
     }
 
+    /// Begins anew with another prompt and keeps what is computed of a common beginning. One token at least stays pending, so
+    /// that the one behind the prompt can be drawn.
+    pub(super) fn rebase(&mut self, prompt: &[u32]) {
+        let common = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        self.n_computed = self.n_computed.min(common).min(prompt.len().saturating_sub(1));
+        self.tokens.clear();
+        self.tokens.extend_from_slice(prompt);
+        self.counts = prompt_counts(prompt, &self.params, self.tokens.capacity());
+    }
+
     /// Notes that the next `n` tokens are in the cache.
     pub(super) fn advance(&mut self, n: usize) {
         self.n_computed += n;
         debug_assert!(self.n_computed <= self.tokens.len());
+    }
+}
+
+/// What penalties count of a prompt, where there are any.
+fn prompt_counts(prompt: &[u32], params: &SamplingParams, capacity: usize) -> Option<TokenCounts> {
+    params.penalises().then(|| {
+        let mut counts = TokenCounts::with_capacity(capacity);
+        prompt.iter().for_each(|&id| counts.add_prompt(id));
+        counts
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rebasing_keeps_what_is_computed_of_a_common_beginning() {
+        let params = SamplingParams { presence_penalty: 1.0, ..SamplingParams::GREEDY };
+        let computed = || {
+            let mut sequence = Sequence::new(&[1, 2, 3], params, 8);
+            sequence.push(4);
+            sequence.push(5);
+            sequence.advance(4);
+            sequence
+        };
+        for (prompt, n_computed) in [
+            (&[1, 2, 3, 4, 5, 6][..], 4),
+            (&[1, 2, 3, 9, 5], 3),
+            (&[1, 2, 3, 4], 3),
+            (&[1, 2], 1),
+            (&[9, 2, 3], 0),
+            (&[1], 0),
+        ] {
+            let mut sequence = computed();
+            sequence.rebase(prompt);
+            assert_eq!((sequence.tokens(), sequence.n_computed()), (prompt, n_computed));
+            let counts = sequence.counts().expect("there is a penalty");
+            assert_eq!(
+                counts.edits(&params, 0).count(),
+                0,
+                "{prompt:?} is no output, which alone is penalised"
+            );
+        }
     }
 }

@@ -203,6 +203,14 @@ impl Engine {
         self.pool.shrink(&mut sequence.pages, 0);
     }
 
+    /// Begins a sequence anew with another prompt. What is computed of a common beginning is kept, so that the next turn of a
+    /// conversation computes only what is new; penalties see all of it as prompt.
+    pub fn rebase(&mut self, sequence: &mut Sequence, prompt: &[u32]) {
+        sequence.rebase(prompt);
+        let n_computed = sequence.n_computed();
+        self.pool.shrink(&mut sequence.pages, n_computed);
+    }
+
     /// Computes all pending tokens of a sequence and draws the next one, which is not appended. `proceed` is asked between
     /// chunks, with the number of tokens computed so far; where it says no, the result is `None`.
     ///
@@ -213,6 +221,7 @@ impl Engine {
         sequence: &mut Sequence,
         proceed: &mut dyn FnMut(usize) -> bool,
     ) -> Result<Option<u32>, EngineError> {
+        assert!(!sequence.pending().is_empty(), "a prefill computes one token at least");
         while !sequence.pending().is_empty() {
             self.compute(sequence, self.chunk(sequence.pending().len()))?;
             if !proceed(sequence.n_computed()) {

@@ -1,5 +1,7 @@
 //! Every instruction set of this CPU, in both precisions, passes the conformance suite.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by a panic and may report")]
+
 use freetoken_backend::{Backend, Precision, conformance};
 use freetoken_cpu::{Cpu, CpuOptions};
 

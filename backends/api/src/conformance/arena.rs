@@ -35,7 +35,7 @@ impl Rng {
     }
 
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -45,12 +45,12 @@ impl Rng {
 
     /// Uniform below `n`.
     pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
+        (self.bits() % n as u64) as usize
     }
 
     /// Uniform in `-scale .. scale`.
     pub fn symmetric(&mut self, scale: f32) -> f32 {
-        ((self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * scale
+        ((self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * scale
     }
 }
 

@@ -55,6 +55,8 @@ pub fn cases() -> Vec<Case> {
             ("decode padded", vec![(0, 33), (-1, 1), (-1, 1)]),
             ("prefill", (0..40).map(|i| (0, i + 1)).collect()),
             ("prefill behind a prefix", (0..9).map(|i| (1, 70 + i)).collect()),
+            ("long decode", vec![(2, 1999)]),
+            ("long decode beside a short one", vec![(1, 1200), (3, 5)]),
         ] {
             for (heads, kv_heads, head_dim) in [(4, 2, 32), (8, 1, 64), (3, 3, 16), (8, 2, 128)] {
                 let lengths = lengths.clone();
@@ -236,10 +238,11 @@ fn attention(
     kv_heads: usize,
     head_dim: usize,
 ) -> Result<Vec<Stage>> {
-    let (n, n_sequences, max_pages) = (rows.len(), 4, 7);
+    let longest = rows.iter().map(|row| row.1 as usize).max().unwrap_or(0);
+    let (n, n_sequences, max_pages) = (rows.len(), 4, longest.div_ceil(PAGE_TOKENS).max(7));
     let n_pages = 1 + n_sequences * max_pages;
     // Pages of a sequence lie apart and out of order.
-    let table: Vec<i32> = (0..n_sequences * max_pages).map(|i| 1 + (i * 5 % (n_pages - 1)) as i32).collect();
+    let table: Vec<i32> = (0..n_pages - 1).map(|i| 1 + (i * 11 % (n_pages - 1)) as i32).collect();
     let kv = a.weight(format, n_pages * 2 * kv_heads * PAGE_TOKENS, head_dim, 1.0)?;
     one(Attention {
         out: a.output(n * heads * head_dim)?,

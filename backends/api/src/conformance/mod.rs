@@ -24,8 +24,11 @@ pub struct Case {
     /// The same in [`Precision::Auto`], where activations and the cache may be bf16.
     pub bound_auto: f64,
     /// Makes inputs and outputs in the arena and returns the work over them.
-    pub build: Box<dyn Fn(&mut Arena<'_>) -> crate::Result<Vec<Stage>>>,
+    pub build: Box<Build>,
 }
+
+/// How a case is made on a backend.
+pub type Build = dyn Fn(&mut Arena<'_>) -> crate::Result<Vec<Stage>>;
 
 /// How a case ended.
 #[derive(Debug, Clone, PartialEq)]

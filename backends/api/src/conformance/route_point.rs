@@ -185,17 +185,16 @@ fn answer(
         }
         let expert = entry % pool.n_experts as u32;
         let pick = rng.below(3);
-        if choices.fetch && (pick == 0 || !(choices.read_in_place || choices.host)) {
-            if let Some(slot) = mirror.victim(&needed) {
-                if let Some(owner) = mirror.owner[slot].replace(entry) {
-                    mirror.slot_of[owner as usize] = -1;
-                    reply.table.push(TableChange { entry: owner, slot: -1 });
-                }
-                mirror.slot_of[entry as usize] = slot as i32;
-                reply.table.push(TableChange { entry, slot: slot as i32 });
-                reply.fetch.push((expert, slot as u32));
-                continue;
+        let may_fetch = choices.fetch && (pick == 0 || !(choices.read_in_place || choices.host));
+        if let Some(slot) = may_fetch.then(|| mirror.victim(&needed)).flatten() {
+            if let Some(owner) = mirror.owner[slot].replace(entry) {
+                mirror.slot_of[owner as usize] = -1;
+                reply.table.push(TableChange { entry: owner, slot: -1 });
             }
+            mirror.slot_of[entry as usize] = slot as i32;
+            reply.table.push(TableChange { entry, slot: slot as i32 });
+            reply.fetch.push((expert, slot as u32));
+            continue;
         }
         if choices.read_in_place && (pick <= 1 || !choices.host) {
             reply.read_in_place.push(expert);

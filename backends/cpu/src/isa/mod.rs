@@ -208,7 +208,7 @@ fn dot<W, X>(kernel: Dot<W, X>, w: &[W], rows: usize, x: &[X], n: usize, cols: u
     unsafe { kernel(w, rows, x, n, cols, tile) }
 }
 
-/// Defines `KERNELS` for a type of [`Lanes`], each function compiled with the instruction set's features.
+/// Defines `KERNELS` for a type of [`tile::Lanes`], each function compiled with the instruction set's features.
 macro_rules! kernels {
     ($name:literal, $features:literal, $lanes:ty) => {
         pub(super) const KERNELS: Kernels = Kernels {
@@ -281,7 +281,7 @@ mod tests {
             state ^= state << 13;
             state ^= state >> 17;
             state ^= state << 5;
-            if state % 17 == 0 { 0.0 } else { state as f32 / 2_147_483_648.0 - 1.0 }
+            if state.is_multiple_of(17) { 0.0 } else { state as f32 / 2_147_483_648.0 - 1.0 }
         };
         (0..len).map(next).collect()
     }

@@ -1,0 +1,92 @@
+//! What was said so far, and the tokens that a model sees of it. It knows no engine and no context.
+
+use anyhow::{Result, ensure};
+use serde_json::{Map, Value, json};
+
+use crate::{
+    chat::template::{ChatTemplate, Prompt},
+    formats::tokenizer::Tokenizer,
+    model_files::ModelFiles,
+};
+
+/// Messages for a model with a chat template; for one without, a text that stands alone.
+pub(super) struct Conversation<'m> {
+    tokenizer: &'m Tokenizer,
+    template: Option<&'m ChatTemplate>,
+    /// The system message, where there is one, then user and assistant in turn.
+    messages: Vec<Value>,
+    n_system: usize,
+}
+
+impl<'m> Conversation<'m> {
+    /// One in which nothing was said, except what the model is told by the system message.
+    pub(super) fn new(files: &'m ModelFiles, system: Option<&str>, raw: bool) -> Result<Self> {
+        let template = files.template().filter(|_| !raw);
+        ensure!(
+            system.is_none() || template.is_some(),
+            "{} has no chat template, so it cannot be told a system message: put the text into the prompt",
+            files.name()
+        );
+        let messages: Vec<Value> = system.map(|text| message("system", text)).into_iter().collect();
+        Ok(Conversation { tokenizer: files.tokenizer()?, template, n_system: messages.len(), messages })
+    }
+
+    /// Whether the model sees more than the last text.
+    pub(super) fn has_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// Adds what the user says, and without a template forgets the rest.
+    pub(super) fn ask(&mut self, text: &str) {
+        if self.template.is_none() {
+            self.messages.clear();
+        }
+        self.messages.push(message("user", text));
+    }
+
+    /// Adds what the model answered.
+    pub(super) fn answered(&mut self, text: &str) {
+        self.messages.push(message("assistant", text));
+    }
+
+    /// Takes the last message back.
+    pub(super) fn unsay(&mut self) {
+        self.messages.pop();
+    }
+
+    /// Questions that have an answer.
+    pub(super) fn n_turns(&self) -> usize {
+        (self.messages.len() - self.n_system) / 2
+    }
+
+    /// Forgets the oldest `n_turns` questions and their answers.
+    pub(super) fn forget(&mut self, n_turns: usize) {
+        self.messages.drain(self.n_system..self.n_system + 2 * n_turns);
+    }
+
+    /// Forgets all but the system message.
+    pub(super) fn clear(&mut self) {
+        self.messages.truncate(self.n_system);
+    }
+
+    /// The tokens in front of the model's next words, as if the oldest `n_left_out` turns had not been.
+    pub(super) fn tokens(&self, n_left_out: usize) -> Result<Vec<u32>> {
+        let Some(template) = self.template else {
+            let last = self.messages.last().and_then(|message| message["content"].as_str());
+            return Ok(self.tokenizer.encode(last.unwrap_or_default(), true)?);
+        };
+        let (system, turns) = self.messages.split_at(self.n_system);
+        let text = template.render(&Prompt {
+            messages: &[system, &turns[2 * n_left_out..]].concat(),
+            tools: None,
+            add_generation_prompt: true,
+            kwargs: &Map::new(),
+            now: jiff::Zoned::now().datetime(),
+        })?;
+        Ok(self.tokenizer.encode(&text, false)?)
+    }
+}
+
+fn message(role: &str, text: &str) -> Value {
+    json!({ "role": role, "content": text })
+}
