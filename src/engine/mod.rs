@@ -2,13 +2,18 @@
 //! into one small write, and keeps the paged KV cache. It knows no tensor of a checkpoint and no request of a client.
 
 mod batch;
+mod draw;
+mod error;
+mod input;
 mod kv;
 pub mod philox;
+mod programs;
 pub mod sampling;
 mod sequence;
 mod step;
 
 pub use batch::Batch;
+pub use error::EngineError;
 pub use kv::BlockPool;
 pub use sequence::Sequence;
-pub use step::{Engine, EngineError, EngineOptions, Trace};
+pub use step::{Engine, EngineOptions, Trace};
