@@ -1,14 +1,14 @@
 //! The command line: a file a command. Raw arguments become checked values before a model is touched. Answers go to standard
 //! output, everything else to standard error.
 
-//mod bench;
+mod bench;
 mod devices;
 mod eval;
-//mod inspect;
+mod inspect;
 mod model;
 mod run;
 mod selftest;
-//mod synth;
+mod synth;
 mod terminal;
 
 use anyhow::Result;
@@ -29,10 +29,10 @@ pub struct Cli {
 enum Command {
     Run(run::RunArgs),
     Eval(eval::EvalArgs),
-    //Inspect(inspect::InspectArgs),
+    Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
-    //Synth(synth::SynthArgs),
-    //Bench(bench::BenchArgs),
+    Synth(synth::SynthArgs),
+    Bench(bench::BenchArgs),
     Selftest(selftest::SelftestArgs),
 }
 
@@ -52,10 +52,10 @@ impl Cli {
         match self.command {
             Command::Run(args) => run::run(args),
             Command::Eval(args) => eval::run(args),
-            //Command::Inspect(args) => inspect::run(args),
+            Command::Inspect(args) => inspect::run(args),
             Command::Devices(args) => devices::run(args),
-            //Command::Synth(args) => synth::run(args),
-            //Command::Bench(args) => bench::run(args),
+            Command::Synth(args) => synth::run(args),
+            Command::Bench(args) => bench::run(args),
             Command::Selftest(args) => selftest::run(args),
         }
     }

@@ -5,10 +5,12 @@
 
 mod blocks;
 mod config;
+mod inventory;
 mod llama;
 mod qwen3;
 mod qwen3_moe;
 mod rope;
+mod synthetic;
 mod weights;
 
 pub(crate) use blocks::MOE_TILE_ROWS;
@@ -18,7 +20,9 @@ use serde_json::{Map, Value};
 
 use crate::engine::Batch;
 pub use config::{ConfigError, ConfigFile};
+pub use inventory::Inventory;
 pub use rope::Rope;
+pub use synthetic::{RoutingLaw, Synthetic, SyntheticCheckpoint};
 pub use weights::{TensorError, WeightSource, Weights};
 
 /// A loaded model: what turns a batch into ops. All ops of a step are `embed`, then each layer in order, then `head`.

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
 use freetoken_backend::{
-    Backend, Combine, CombineParams, EditLogits, EditLogitsParams, Format, KvCache, LogitEdit, Op, PAGE_TOKENS, RopeCache,
-    RopeCacheParams, View, Weight,
+    Backend, Combine, CombineParams, EditLogits, EditLogitsParams, Format, KvCache, LogitEdit, Op,
+    PAGE_TOKENS, RopeCache, RopeCacheParams, View, Weight,
 };
 use freetoken_cpu::Cpu;
 
@@ -40,9 +40,24 @@ fn edit_logits_ends_at_the_first_empty_row() {
     let cpu = Cpu::reference();
     let logits = with(&cpu, &[4.0_f32, -4.0, 1.0, 2.0, 3.0, -3.0]);
     let edit = |row, id, repetition, subtract| LogitEdit { row, id, repetition, subtract };
-    let edits =
-        with(&cpu, &[edit(0, 0, 2.0, 0.5), edit(1, 2, 2.0, 0.0), edit(0, 1, 2.0, 0.0), LogitEdit::END, edit(0, 2, 1.0, 9.0)]);
-    run(&cpu, EditLogits { logits: logits.clone(), edits, p: EditLogitsParams { n_rows: 2, vocab: 3, capacity: 5 } });
+    let edits = with(
+        &cpu,
+        &[
+            edit(0, 0, 2.0, 0.5),
+            edit(1, 2, 2.0, 0.0),
+            edit(0, 1, 2.0, 0.0),
+            LogitEdit::END,
+            edit(0, 2, 1.0, 9.0),
+        ],
+    );
+    run(
+        &cpu,
+        EditLogits {
+            logits: logits.clone(),
+            edits,
+            p: EditLogitsParams { n_rows: 2, vocab: 3, capacity: 5 },
+        },
+    );
     assert_eq!(floats(&cpu, &logits), [1.5, -8.0, 1.0, 2.0, 3.0, -6.0]);
 }
 

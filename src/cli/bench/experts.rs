@@ -1,0 +1,146 @@
+//! The expert MLP by itself, as decode runs it: other experts in every call, so that no cache holds them.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use freetoken_backend::{Backend, ExpertMlp, ExpertMlpParams, Experts, Op, Stage, View, os};
+use indicatif::BinaryBytes;
+
+use super::{
+    super::terminal::Progress,
+    BenchArgs,
+    table::{Column, Table, column},
+};
+use crate::{
+    formats::{Dtype, write::TensorSpec},
+    model_files::ModelFiles,
+    models::{self, ConfigFile, Inventory, MoeSizes, Sizes, Synthetic, SyntheticCheckpoint, Weights},
+};
+
+/// The shape that is measured unless a model is given.
+const DEFAULT_SHAPE: &str = "qwen3-30b-a3b";
+/// Experts take at least so much memory, unless it would take more of them than [`MAX_EXPERTS`].
+const EXPERT_BYTES: usize = 1 << 30;
+/// Most experts that are made.
+const MAX_EXPERTS: usize = 1 << 16;
+/// Rows of the batches.
+const ROWS: [usize; 4] = [1, 2, 4, 16];
+/// Calls that are timed read at least so many bytes.
+const READ_BYTES: usize = 4 << 30;
+
+const COLUMNS: [Column; 6] = [
+    column("rows", "rows", 1.0, 0),
+    column("experts", "experts", 1.0, 0),
+    column("seconds", "us", 1e6, 1),
+    column("bytes", "MB", 1e-6, 2),
+    column("bytes_per_second", "GB/s", 1e-9, 2),
+    column("share_of_read", "% of read", 100.0, 1),
+];
+
+/// Measures batches of 1, 2, 4 and 16 rows, each row with experts of its own as far as there are enough. Also says of what
+/// shape the experts are.
+pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, read_bandwidth: f64) -> Result<(String, Table)> {
+    let Sizes { hidden, moe, .. } = sizes(args)?;
+    let MoeSizes { top_k, intermediate, .. } =
+        moe.context("this model has no routed experts: give another one")?;
+    let expert_bytes = 3 * hidden * intermediate * 2;
+    let n_experts = EXPERT_BYTES.div_ceil(expert_bytes).clamp(top_k, MAX_EXPERTS);
+    let bytes = (n_experts * expert_bytes) as u64;
+    let fits = os::available_memory().is_none_or(|free| bytes < free);
+    ensure!(fits, "the experts take {}, more than the memory that is free", BinaryBytes(bytes));
+    let experts = make(args.shape.seed, n_experts, hidden, intermediate, backend)?;
+    let mut table = Table::new(&COLUMNS);
+    for n_rows in ROWS {
+        let shape = ExpertMlpParams {
+            n_rows: n_rows as u32,
+            top_k: top_k as u32,
+            hidden: hidden as u32,
+            intermediate: intermediate as u32,
+            n_experts: n_experts as u32,
+        };
+        let (n_distinct, seconds) = measure(backend, &experts, shape)?;
+        let bytes = n_distinct * expert_bytes;
+        let bytes_per_second = bytes as f64 / seconds;
+        table.push([
+            n_rows.into(),
+            n_distinct.into(),
+            seconds.into(),
+            bytes.into(),
+            bytes_per_second.into(),
+            (bytes_per_second / read_bandwidth).into(),
+        ]);
+    }
+    Ok((format!("experts of {hidden}x{intermediate} in bf16, top {top_k} of {n_experts}"), table))
+}
+
+fn sizes(args: &BenchArgs) -> Result<Sizes> {
+    if let Some(shape) = args.shape.read()? {
+        return Ok(shape.inventory()?.sizes);
+    }
+    let host = &*crate::devices::reference();
+    if let Some(model) = &args.model {
+        let files = ModelFiles::open(Some(model))?;
+        return Ok(Inventory::of_checkpoint(&files.config(), files.checkpoint(), host)?.sizes);
+    }
+    let fields = models::published_config(DEFAULT_SHAPE).expect("a published shape");
+    Ok(Inventory::new(&ConfigFile::new(DEFAULT_SHAPE, &fields), host)?.sizes)
+}
+
+/// One layer of experts on the device.
+fn make(
+    seed: u64,
+    n_experts: usize,
+    hidden: usize,
+    intermediate: usize,
+    backend: &dyn Backend,
+) -> Result<Experts> {
+    let name = |expert: usize, what: &str| format!("model.layers.0.mlp.experts.{expert}.{what}.weight");
+    let spec = |expert: usize, what: &str, shape: [usize; 2]| TensorSpec {
+        name: name(expert, what),
+        dtype: Dtype::BF16,
+        shape: shape.to_vec(),
+    };
+    let of = |expert: usize| {
+        let up = [intermediate, hidden];
+        [
+            spec(expert, "gate_proj", up),
+            spec(expert, "up_proj", up),
+            spec(expert, "down_proj", [hidden, intermediate]),
+        ]
+    };
+    let tensors: Vec<TensorSpec> = (0..n_experts).flat_map(of).collect();
+    let progress = Progress::bytes("making", (n_experts * 3 * hidden * intermediate * 2) as u64);
+    let checkpoint =
+        SyntheticCheckpoint::generate(&Synthetic::new(seed), &tensors, &mut |bytes| progress.add(bytes))?;
+    progress.finish();
+    Ok(Weights::new(backend, &checkpoint, &mut |_| ()).experts(n_experts, hidden, intermediate, name)?)
+}
+
+/// Distinct experts of a call, and the mean of its seconds.
+fn measure(backend: &dyn Backend, experts: &Experts, p: ExpertMlpParams) -> Result<(usize, f64)> {
+    let (n_rows, top_k, hidden) = (p.n_rows as usize, p.top_k as usize, p.hidden as usize);
+    let n_routes = n_rows * top_k;
+    let words = |n: usize| -> Result<View> { Ok(backend.alloc(n * 4)?.whole()) };
+    let (x, ids, weights) = (words(n_rows * hidden)?, words(n_routes)?, words(n_routes)?);
+    backend.write(&x, bytemuck::cast_slice(&vec![1.0_f32; n_rows * hidden]))?;
+    backend.write(&weights, bytemuck::cast_slice(&vec![1.0 / top_k as f32; n_routes]))?;
+    let parts = words(n_routes * hidden)?;
+    let op = Op::from(ExpertMlp { parts, x, ids: ids.clone(), weights, experts: experts.clone(), p });
+    let mut program = backend.record(&[Stage::Ops(vec![op])], &[])?;
+    let n_distinct = n_routes.min(p.n_experts as usize);
+    let n_calls = READ_BYTES.div_ceil(n_distinct * experts.expert_bytes());
+    let (mut next, mut seconds) = (0, 0.0);
+    // The first tenth is not timed.
+    for call in 0..n_calls + n_calls.div_ceil(10) {
+        let routed: Vec<i32> =
+            (next..next + n_routes).map(|route| (route % p.n_experts as usize) as i32).collect();
+        next += n_routes;
+        backend.write(&ids, bytemuck::cast_slice(&routed))?;
+        let start = Instant::now();
+        program.replay(&mut |_, _| unreachable!("experts without a route point"))?;
+        if call >= n_calls.div_ceil(10) {
+            seconds += start.elapsed().as_secs_f64();
+        }
+    }
+    Ok((n_distinct, seconds / n_calls as f64))
+}

@@ -1,0 +1,108 @@
+//! Whole steps: time to the first token of a prompt, and decode steps at a depth for a number of sequences.
+
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::{
+    BenchArgs,
+    subject::{Subject, WARM_UP},
+    table::{Cell, Column, Table, column},
+};
+use crate::engine::Sequence;
+
+const COLUMNS: [Column; 9] = [
+    column("stage", "stage", 1.0, 0),
+    column("prompt", "prompt", 1.0, 0),
+    column("depth", "depth", 1.0, 0),
+    column("batch", "batch", 1.0, 0),
+    column("seconds", "ms", 1e3, 2),
+    column("tokens_per_second", "tok/s", 1.0, 1),
+    column("bytes", "MB a step", 1e-6, 1),
+    column("bytes_per_second", "GB/s", 1e-9, 1),
+    column("share_of_read", "% of read", 100.0, 1),
+];
+
+/// A prompt is computed again until this much time has passed.
+const PREFILL_SECONDS: f64 = 1.0;
+/// Or so many times.
+const PREFILL_RUNS: usize = 9;
+
+/// Measures every prompt, then every depth with every batch.
+pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) -> Result<Table> {
+    let mut table = Table::new(&COLUMNS);
+    for &prompt in &args.prompt {
+        let seconds = prefill_seconds(subject, prompt as usize)?;
+        let tokens_per_second = prompt as f64 / seconds;
+        table.push([
+            "prefill".into(),
+            (prompt as usize).into(),
+            Cell::Empty,
+            1.0.into(),
+            seconds.into(),
+            tokens_per_second.into(),
+            Cell::Empty,
+            Cell::Empty,
+            Cell::Empty,
+        ]);
+    }
+    subject.at_each_depth(args, |subject, depth, sequences| {
+        let Decoded { seconds, bytes } = decode(subject, sequences, args.decode as usize)?;
+        table.push([
+            "decode".into(),
+            Cell::Empty,
+            depth.into(),
+            sequences.len().into(),
+            seconds.into(),
+            (sequences.len() as f64 / seconds).into(),
+            bytes.into(),
+            (bytes / seconds).into(),
+            (bytes / seconds / read_bandwidth).into(),
+        ]);
+        Ok(())
+    })?;
+    Ok(table)
+}
+
+/// Time to the first token: the median of a few runs behind one that records the programs.
+fn prefill_seconds(subject: &mut Subject, n_tokens: usize) -> Result<f64> {
+    let mut seconds = Vec::new();
+    let begin = Instant::now();
+    for run in 0..=PREFILL_RUNS {
+        let mut sequence = subject.sequence();
+        (0..n_tokens).for_each(|_| sequence.push(subject.token()));
+        let start = Instant::now();
+        subject.engine.prefill(&mut sequence, &mut |_| true)?;
+        if run > 0 {
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+        subject.engine.release(&mut sequence);
+        if run > 0 && begin.elapsed().as_secs_f64() > PREFILL_SECONDS {
+            break;
+        }
+    }
+    seconds.sort_unstable_by(f64::total_cmp);
+    Ok(seconds[seconds.len() / 2])
+}
+
+/// Means over the timed steps.
+struct Decoded {
+    seconds: f64,
+    /// That a step must read.
+    bytes: f64,
+}
+
+fn decode(subject: &mut Subject, sequences: &mut [Sequence], n_steps: usize) -> Result<Decoded> {
+    for _ in 0..WARM_UP {
+        subject.decode(sequences)?;
+    }
+    let mut kv_tokens = 0;
+    let start = Instant::now();
+    for _ in 0..n_steps {
+        subject.decode(sequences)?;
+        kv_tokens += sequences.iter().map(Sequence::n_computed).sum::<usize>();
+    }
+    let seconds = start.elapsed().as_secs_f64() / n_steps as f64;
+    let kv_bytes = subject.kv_token_bytes() * kv_tokens as f64 / n_steps as f64;
+    Ok(Decoded { seconds, bytes: subject.weight_bytes(sequences.len()) + kv_bytes })
+}

@@ -1,0 +1,242 @@
+//! `freetoken inspect`: what a model is made of and whether it fits here, from its headers alone.
+
+use std::{collections::HashSet, path::PathBuf};
+
+use anyhow::Result;
+use clap::Args;
+use freetoken_backend::{Format, KvCache, PAGE_TOKENS, os};
+use indicatif::{BinaryBytes, HumanCount};
+use serde_json::{Map, Value, json};
+
+use super::terminal::print_line;
+use crate::{
+    devices,
+    model_files::ModelFiles,
+    models::{Inventory, Sizes},
+};
+
+/// Show what a model is made of and whether it fits on this machine. Reads no weights.
+///
+/// Parameters active a token are all but the experts that a token is not routed to.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  freetoken inspect\n  freetoken inspect DIR --json")]
+pub(super) struct InspectArgs {
+    /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
+    /// [default: the demo model].
+    model: Option<PathBuf>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: InspectArgs) -> Result<()> {
+    let files = ModelFiles::open(args.model.as_deref())?;
+    let inventory = Inventory::of_checkpoint(&files.config(), files.checkpoint(), &*devices::reference())?;
+    let report = Report::new(&files, &inventory, os::available_memory())?;
+    print_line(&if args.json { report.json().to_string() } else { report.text() })
+}
+
+/// Everything that is shown.
+struct Report<'a> {
+    name: String,
+    /// The architecture, as `config.json` names it.
+    model_type: String,
+    inventory: &'a Inventory,
+    has_template: bool,
+    /// Tensors of the checkpoint that the model does not ask for.
+    unused: Vec<String>,
+    room: Room,
+}
+
+impl<'a> Report<'a> {
+    fn new(files: &ModelFiles, inventory: &'a Inventory, free_bytes: Option<u64>) -> Result<Self> {
+        let used: HashSet<&str> = inventory.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+        let names = files.checkpoint().tensor_names();
+        Ok(Report {
+            name: files.name(),
+            model_type: files.config().text("model_type")?,
+            inventory,
+            has_template: files.template().is_some(),
+            unused: names.filter(|name| !used.contains(name)).map(str::to_owned).collect(),
+            room: Room::new(inventory.bytes(), &inventory.sizes, free_bytes),
+        })
+    }
+
+    fn json(&self) -> Value {
+        let Inventory { sizes, .. } = self.inventory;
+        let formats: Map<String, Value> = self
+            .inventory
+            .formats()
+            .into_iter()
+            .map(|(dtype, bytes)| (dtype.to_string(), bytes.into()))
+            .collect();
+        json!({
+            "model": self.name,
+            "model_type": self.model_type,
+            "parameters": self.inventory.n_params(),
+            "active_parameters": self.inventory.n_active_params(),
+            "tensors": self.inventory.tensors.len(),
+            "unused_tensors": self.unused.len(),
+            "first_unused_tensor": self.unused.first(),
+            "bytes": self.inventory.bytes(),
+            "bytes_by_format": formats,
+            "layer_bytes": self.inventory.layer_bytes(),
+            "expert_bytes": self.inventory.expert_bytes(),
+            "moe_layers": sizes.moe.map(|moe| moe.n_layers),
+            "experts": sizes.moe.map(|moe| moe.n_experts),
+            "experts_per_token": sizes.moe.map(|moe| moe.top_k),
+            "context": sizes.max_positions,
+            "kv_bytes_per_token": self.room.kv_token_bytes,
+            "chat_template": self.has_template,
+            "available_bytes": self.room.free_bytes,
+            "fits": self.room.fits(),
+            "largest_context": self.room.largest_context(),
+        })
+    }
+
+    fn text(&self) -> String {
+        let Inventory { sizes, .. } = self.inventory;
+        let mut lines = vec![self.name.clone()];
+        let mut line = |name: &str, value: String| lines.push(format!("{name:<14} {value}"));
+        line("architecture", self.model_type.clone());
+        let (all, active) = (self.inventory.n_params(), self.inventory.n_active_params());
+        line("parameters", format!("{} in all, {} active a token", HumanCount(all), HumanCount(active)));
+        let formats = self
+            .inventory
+            .formats()
+            .into_iter()
+            .map(|(dtype, bytes)| format!("{} {dtype}", BinaryBytes(bytes)));
+        line("weights", formats.collect::<Vec<_>>().join(", "));
+        line("layers", layers(&self.inventory.layer_bytes()));
+        if let (Some(moe), Some(bytes)) = (sizes.moe, self.inventory.expert_bytes()) {
+            let (n, k, layers) = (moe.n_experts, moe.top_k, moe.n_layers);
+            line(
+                "experts",
+                format!("{n} in each of {layers} layers, {k} a token, {} each", BinaryBytes(bytes)),
+            );
+        }
+        line("context", format!("{} tokens", HumanCount(sizes.max_positions as u64)));
+        line("KV cache", format!("{} a token in bf16", BinaryBytes(self.room.kv_token_bytes)));
+        line("chat template", if self.has_template { "yes" } else { "no" }.into());
+        if let Some(first) = self.unused.first() {
+            line("unused", format!("{} tensors, first {first}", HumanCount(self.unused.len() as u64)));
+        }
+        lines.push(self.room.sentence());
+        lines.join("\n")
+    }
+}
+
+/// How many layers of what size.
+fn layers(bytes: &[u64]) -> String {
+    let (least, most) = (bytes.iter().min().unwrap_or(&0), bytes.iter().max().unwrap_or(&0));
+    match least == most {
+        true => format!("{} of {}", bytes.len(), BinaryBytes(*most)),
+        false => format!("{} of {} to {}", bytes.len(), BinaryBytes(*least), BinaryBytes(*most)),
+    }
+}
+
+/// The model beside the memory that is free.
+struct Room {
+    weight_bytes: u64,
+    /// Of all layers, in bf16.
+    kv_token_bytes: u64,
+    /// Longest context the model was made for.
+    context: u64,
+    /// `None` where the system does not tell.
+    free_bytes: Option<u64>,
+}
+
+impl Room {
+    fn new(weight_bytes: u64, sizes: &Sizes, free_bytes: Option<u64>) -> Self {
+        let page = KvCache::page_bytes(Format::Bf16, sizes.n_kv_heads, sizes.head_dim);
+        let kv_token_bytes = (page / PAGE_TOKENS * sizes.n_layers) as u64;
+        Room { weight_bytes, kv_token_bytes, context: sizes.max_positions as u64, free_bytes }
+    }
+
+    fn fits(&self) -> Option<bool> {
+        Some(self.weight_bytes <= self.free_bytes?)
+    }
+
+    /// Tokens whose cache fits beside the weights, at most the model's context.
+    fn largest_context(&self) -> Option<u64> {
+        let left = self.free_bytes?.saturating_sub(self.weight_bytes);
+        Some(self.context.min(left / self.kv_token_bytes))
+    }
+
+    fn sentence(&self) -> String {
+        let weights = BinaryBytes(self.weight_bytes);
+        let (Some(free), Some(largest)) = (self.free_bytes, self.largest_context()) else {
+            return format!("The weights take {weights}; this system does not tell how much memory is free.");
+        };
+        let free = BinaryBytes(free);
+        if self.fits() == Some(false) {
+            return format!(
+                "The weights ({weights}) are larger than the {free} of memory that are free: they will be read from disk \
+                 again and again."
+            );
+        }
+        let cache = BinaryBytes(largest * self.kv_token_bytes);
+        let tokens = HumanCount(largest);
+        let context = match largest == self.context {
+            true => format!("the cache of the whole context, {tokens} tokens ({cache})"),
+            false => format!("a cache of {tokens} tokens ({cache})"),
+        };
+        format!("The weights ({weights}) and {context} fit into the {free} of memory that are free.")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn room(free_bytes: Option<u64>) -> Room {
+        Room { weight_bytes: 1000, kv_token_bytes: 10, context: 64, free_bytes }
+    }
+
+    #[test]
+    fn what_fits_is_said() {
+        for (free, fits, largest, part) in [
+            (None, None, None, "does not tell"),
+            (Some(999), Some(false), Some(0), "are larger than the 999 B"),
+            (Some(1000), Some(true), Some(0), "a cache of 0 tokens"),
+            (Some(1105), Some(true), Some(10), "a cache of 10 tokens (100 B)"),
+            (Some(5000), Some(true), Some(64), "the whole context, 64 tokens (640 B)"),
+        ] {
+            let room = room(free);
+            assert_eq!((room.fits(), room.largest_context()), (fits, largest));
+            assert!(room.sentence().contains(part), "{}", room.sentence());
+        }
+    }
+
+    #[test]
+    fn layers_of_one_size_are_said_once() {
+        assert_eq!(layers(&[2048, 2048]), "2 of 2.00 KiB");
+        assert_eq!(layers(&[1024, 2048]), "2 of 1.00 KiB to 2.00 KiB");
+    }
+
+    #[test]
+    fn the_demo_model_is_described() {
+        let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
+        let files = ModelFiles::open(Some(&dir)).unwrap();
+        let inventory =
+            Inventory::of_checkpoint(&files.config(), files.checkpoint(), &*devices::reference()).unwrap();
+        let report = Report::new(&files, &inventory, Some(1 << 30)).unwrap();
+        let text = report.text();
+        for part in [
+            "architecture   qwen3_moe",
+            "9,280,320 in all, 3,087,168 active a token",
+            "32 in each of 6 layers, 4 a token, 72.00 KiB each",
+            "1,024 tokens",
+            "1.50 KiB a token",
+            "chat template  yes",
+            "fit into the 1.00 GiB",
+        ] {
+            assert!(text.contains(part), "no `{part}` in:\n{text}");
+        }
+        assert!(!text.contains("unused"));
+        let json = report.json();
+        assert_eq!((&json["parameters"], &json["active_parameters"]), (&9_280_320.into(), &3_087_168.into()));
+        assert_eq!((&json["kv_bytes_per_token"], &json["largest_context"]), (&1536.into(), &1024.into()));
+        assert_eq!((&json["unused_tensors"], &json["first_unused_tensor"]), (&0.into(), &Value::Null));
+    }
+}
