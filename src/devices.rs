@@ -8,11 +8,8 @@ use freetoken_cpu::{Cpu, CpuOptions, Pool, stream_read};
 /// Backends built into this binary.
 pub const BUILT_IN: [&str; 1] = ["cpu"];
 
-/// Memory that [`read_bandwidth`] reads: a multiple of the largest caches.
-const READ_BYTES: usize = 1 << 30;
-/// How often it does.
-const READ_PASSES: usize = 5;
-
+/// Memory that a [`ReadProbe`] reads in a pass: a multiple of the largest caches.
+const READ_BYTES: usize = 1 << 29;
 /// What `--backend` asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackendChoice {
@@ -55,25 +52,41 @@ pub fn reference() -> Arc<dyn Backend> {
     Arc::new(Cpu::reference())
 }
 
-/// Bytes a second that CPU threads, by default one for each physical core, read from memory in order: the best of a few
-/// passes over more than caches hold, as far as a quarter of the free memory allows.
-///
-/// # Errors
-/// The system's refusal of memory or a thread.
-pub fn read_bandwidth(threads: Option<usize>) -> Result<f64, Error> {
-    let quarter =
-        os::available_memory().map_or(usize::MAX, |free| usize::try_from(free / 4).unwrap_or(usize::MAX));
-    let mut memory = os::anonymous(quarter.clamp(1 << 20, READ_BYTES))
-        .map_err(|source| Error::Os { what: "taking memory to read", source })?;
-    // Pages that nobody wrote are one and the same page.
-    memory.as_mut().fill(1);
-    let pool = Pool::new(threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
-    let seconds = (0..READ_PASSES).map(|_| {
+/// Measures how fast this machine reads memory: the roof above everything that is bound by bytes. A machine's rate changes
+/// with its neighbours' work, so a ratio takes passes and what it compares in turns.
+pub struct ReadProbe {
+    pool: Pool,
+    memory: os::AnonymousMemory,
+}
+
+impl ReadProbe {
+    /// Takes memory and starts threads, one for each physical core by default.
+    ///
+    /// # Errors
+    /// The system's refusal.
+    pub fn new(threads: Option<usize>) -> Result<Self, Error> {
+        let free =
+            os::available_memory().and_then(|free| usize::try_from(free / 4).ok()).unwrap_or(usize::MAX);
+        let mut memory = os::anonymous(free.clamp(1 << 20, READ_BYTES))
+            .map_err(|source| Error::Os { what: "taking memory to read", source })?;
+        // Pages that nobody wrote are one and the same page.
+        memory.as_mut().fill(1);
+        let pool =
+            Pool::new(threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
+        Ok(ReadProbe { pool, memory })
+    }
+
+    /// Reads all of it once; bytes a second.
+    pub fn pass(&self) -> f64 {
         let start = Instant::now();
-        std::hint::black_box(stream_read(&pool, memory.as_ref()));
-        start.elapsed().as_secs_f64()
-    });
-    Ok(memory.as_ref().len() as f64 / seconds.fold(f64::INFINITY, f64::min))
+        std::hint::black_box(stream_read(&self.pool, self.memory.as_ref()));
+        self.memory.as_ref().len() as f64 / start.elapsed().as_secs_f64()
+    }
+
+    /// The best of `n` passes.
+    pub fn best_of(&self, n: usize) -> f64 {
+        (0..n).map(|_| self.pass()).fold(0.0, f64::max)
+    }
 }
 
 /// Every device that can be opened, as it would be opened.

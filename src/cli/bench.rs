@@ -19,7 +19,10 @@ use super::{
     synth::{ExpertUse, N_TOKENS, ShapeArgs},
     terminal::print_line,
 };
-use crate::devices;
+use crate::devices::ReadProbe;
+
+/// How often memory is read to learn how fast it is.
+const READ_PASSES: usize = 8;
 
 /// Measure speed: prompts, decode steps, single ops, or experts alone.
 ///
@@ -72,15 +75,16 @@ pub(super) struct BenchArgs {
 }
 
 pub(super) fn run(args: BenchArgs) -> Result<()> {
-    let read_bandwidth = || devices::read_bandwidth(args.device.threads.map(usize::from));
+    let probe = || ReadProbe::new(args.device.threads.map(usize::from));
     if args.experts {
         let backend = args.device.open()?;
-        let read_bandwidth = read_bandwidth()?;
-        let (subject, table) = experts::run(&args, &*backend, read_bandwidth)?;
+        let probe = probe()?;
+        let read_bandwidth = probe.best_of(READ_PASSES);
+        let (subject, table) = experts::run(&args, &*backend, &probe)?;
         return Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args);
     }
     let mut subject = Subject::open(&args)?;
-    let read_bandwidth = read_bandwidth()?;
+    let read_bandwidth = probe()?.best_of(READ_PASSES);
     let table = match args.ops {
         true => ops::run(&mut subject, &args, read_bandwidth)?,
         false => steps::run(&mut subject, &args, read_bandwidth)?,

@@ -12,6 +12,7 @@ use super::{
     table::{Column, Table, column},
 };
 use crate::{
+    devices::ReadProbe,
     formats::{Dtype, write::TensorSpec},
     model_files::ModelFiles,
     models::{self, ConfigFile, Inventory, MoeSizes, Sizes, Synthetic, SyntheticCheckpoint, Weights},
@@ -25,21 +26,24 @@ const EXPERT_BYTES: usize = 1 << 30;
 const MAX_EXPERTS: usize = 1 << 16;
 /// Rows of the batches.
 const ROWS: [usize; 4] = [1, 2, 4, 16];
-/// Calls that are timed read at least so many bytes.
-const READ_BYTES: usize = 4 << 30;
+/// Experts and plain reads are timed in so many turns, whose medians count: a machine's memory slows down and recovers.
+const TURNS: usize = 15;
+/// The calls of a turn read at least so many bytes.
+const TURN_BYTES: usize = 1 << 29;
 
-const COLUMNS: [Column; 6] = [
+const COLUMNS: [Column; 7] = [
     column("rows", "rows", 1.0, 0),
     column("experts", "experts", 1.0, 0),
     column("seconds", "us", 1e6, 1),
     column("bytes", "MB", 1e-6, 2),
     column("bytes_per_second", "GB/s", 1e-9, 2),
+    column("read_bytes_per_second", "read GB/s", 1e-9, 2),
     column("share_of_read", "% of read", 100.0, 1),
 ];
 
 /// Measures batches of 1, 2, 4 and 16 rows, each row with experts of its own as far as there are enough. Also says of what
 /// shape the experts are.
-pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, read_bandwidth: f64) -> Result<(String, Table)> {
+pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) -> Result<(String, Table)> {
     let Sizes { hidden, moe, .. } = sizes(args)?;
     let MoeSizes { top_k, intermediate, .. } =
         moe.context("this model has no routed experts: give another one")?;
@@ -58,16 +62,18 @@ pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, read_bandwidth: f64) 
             intermediate: intermediate as u32,
             n_experts: n_experts as u32,
         };
-        let (n_distinct, seconds) = measure(backend, &experts, shape)?;
-        let bytes = n_distinct * expert_bytes;
-        let bytes_per_second = bytes as f64 / seconds;
+        let n_distinct = (n_rows * top_k).min(n_experts);
+        let bytes = (n_distinct * expert_bytes) as f64;
+        let turns = measure(backend, &experts, shape, probe)?;
+        let seconds = median(turns.iter().map(|turn| turn.seconds));
         table.push([
             n_rows.into(),
             n_distinct.into(),
             seconds.into(),
             bytes.into(),
-            bytes_per_second.into(),
-            (bytes_per_second / read_bandwidth).into(),
+            (bytes / seconds).into(),
+            median(turns.iter().map(|turn| turn.read_bandwidth)).into(),
+            median(turns.iter().map(|turn| bytes / turn.seconds / turn.read_bandwidth)).into(),
         ]);
     }
     Ok((format!("experts of {hidden}x{intermediate} in bf16, top {top_k} of {n_experts}"), table))
@@ -116,8 +122,21 @@ fn make(
     Ok(Weights::new(backend, &checkpoint, &mut |_| ()).experts(n_experts, hidden, intermediate, name)?)
 }
 
-/// Distinct experts of a call, and the mean of its seconds.
-fn measure(backend: &dyn Backend, experts: &Experts, p: ExpertMlpParams) -> Result<(usize, f64)> {
+/// What one turn measured.
+struct Turn {
+    /// Of a call, in the mean.
+    seconds: f64,
+    /// Bytes a second, just before and just after.
+    read_bandwidth: f64,
+}
+
+/// Calls with other experts each time, between plain reads.
+fn measure(
+    backend: &dyn Backend,
+    experts: &Experts,
+    p: ExpertMlpParams,
+    probe: &ReadProbe,
+) -> Result<Vec<Turn>> {
     let (n_rows, top_k, hidden) = (p.n_rows as usize, p.top_k as usize, p.hidden as usize);
     let n_routes = n_rows * top_k;
     let words = |n: usize| -> Result<View> { Ok(backend.alloc(n * 4)?.whole()) };
@@ -127,20 +146,34 @@ fn measure(backend: &dyn Backend, experts: &Experts, p: ExpertMlpParams) -> Resu
     let parts = words(n_routes * hidden)?;
     let op = Op::from(ExpertMlp { parts, x, ids: ids.clone(), weights, experts: experts.clone(), p });
     let mut program = backend.record(&[Stage::Ops(vec![op])], &[])?;
-    let n_distinct = n_routes.min(p.n_experts as usize);
-    let n_calls = READ_BYTES.div_ceil(n_distinct * experts.expert_bytes());
-    let (mut next, mut seconds) = (0, 0.0);
-    // The first tenth is not timed.
-    for call in 0..n_calls + n_calls.div_ceil(10) {
+    let n_calls = TURN_BYTES.div_ceil(n_routes.min(p.n_experts as usize) * experts.expert_bytes());
+    let mut next = 0;
+    let mut call = || -> Result<f64> {
         let routed: Vec<i32> =
             (next..next + n_routes).map(|route| (route % p.n_experts as usize) as i32).collect();
         next += n_routes;
         backend.write(&ids, bytemuck::cast_slice(&routed))?;
         let start = Instant::now();
         program.replay(&mut |_, _| unreachable!("experts without a route point"))?;
-        if call >= n_calls.div_ceil(10) {
-            seconds += start.elapsed().as_secs_f64();
+        Ok(start.elapsed().as_secs_f64())
+    };
+    call()?;
+    let mut before = probe.pass();
+    let mut turns = Vec::new();
+    for _ in 0..TURNS {
+        let mut seconds = 0.0;
+        for _ in 0..n_calls {
+            seconds += call()?;
         }
+        let after = probe.pass();
+        turns.push(Turn { seconds: seconds / n_calls as f64, read_bandwidth: (before + after) / 2.0 });
+        before = after;
     }
-    Ok((n_distinct, seconds / n_calls as f64))
+    Ok(turns)
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
