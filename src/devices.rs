@@ -1,15 +1,35 @@
 //! The one place that knows which backends there are and picks one.
 
-use std::{str::FromStr, sync::Arc, time::Instant};
+use std::{str::FromStr, sync::Arc};
 
-use freetoken_backend::{Backend, Caps, Error, Precision, os};
-use freetoken_cpu::{Cpu, CpuOptions, Pool, stream_read};
+use freetoken_backend::{Backend, Caps, Error, Precision, View};
+use freetoken_cpu::{Cpu, CpuOptions};
+#[cfg(feature = "cuda")]
+use freetoken_cuda::{CardChoice, Cuda, CudaOptions, Submission};
+#[cfg(feature = "wgpu")]
+use freetoken_wgpu::{Options, Select, Wgpu, adapters};
 
-/// Backends built into this binary.
-pub const BUILT_IN: [&str; 1] = ["cpu"];
+/// Backends built into this binary, as `--backend` takes them.
+pub const BUILT_IN: &[&str] = &[
+    #[cfg(feature = "cuda")]
+    "cuda[:N|:UUID]",
+    #[cfg(feature = "wgpu")]
+    "wgpu[:N|:NAME]",
+    "cpu",
+];
+
+/// What `auto` tries, in this order.
+const AUTO: &[BackendChoice] = &[
+    #[cfg(feature = "cuda")]
+    BackendChoice::Cuda(CardChoice::First, Submission::Graph),
+    #[cfg(feature = "wgpu")]
+    BackendChoice::Wgpu(Select::Hardware),
+    BackendChoice::Cpu,
+];
 
 /// Memory that a [`ReadProbe`] reads in a pass: a multiple of the largest caches.
-const READ_BYTES: usize = 1 << 29;
+const READ_BYTES: usize = 1 << 30;
+
 /// What `--backend` asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackendChoice {
@@ -17,32 +37,85 @@ pub enum BackendChoice {
     Auto,
     /// The CPU alone.
     Cpu,
+    /// An NVIDIA card, and how steps reach it.
+    #[cfg(feature = "cuda")]
+    Cuda(CardChoice, Submission),
+    /// An adapter of a Vulkan, Metal or DX12 driver.
+    #[cfg(feature = "wgpu")]
+    Wgpu(Select),
 }
 
 impl FromStr for BackendChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(BackendChoice::Auto),
-            "cpu" => Ok(BackendChoice::Cpu),
-            other => Err(format!("`{other}` is not a backend of this binary: auto, {}", BUILT_IN.join(", "))),
+        let (name, which) = text.split_once(':').map_or((text, None), |(name, which)| (name, Some(which)));
+        match (name, which) {
+            ("auto", None) => Ok(BackendChoice::Auto),
+            ("cpu", None) => Ok(BackendChoice::Cpu),
+            #[cfg(feature = "cuda")]
+            ("cuda" | "cuda-staged", card) => {
+                let card = card.map_or(Ok(CardChoice::First), str::parse)?;
+                let submission = if name == "cuda" { Submission::Graph } else { Submission::Staged };
+                Ok(BackendChoice::Cuda(card, submission))
+            }
+            #[cfg(feature = "wgpu")]
+            ("wgpu", adapter) => Ok(BackendChoice::Wgpu(adapter.map_or(Ok(Select::Any), str::parse)?)),
+            _ => Err(format!("`{text}` is not a backend of this binary: auto, {}", BUILT_IN.join(", "))),
         }
     }
 }
 
-/// Opens a device.
+/// Why a device could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The device's answer.
+    #[error(transparent)]
+    Backend(#[from] Error),
+    /// No NVIDIA card that can be used.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] freetoken_cuda::OpenError),
+}
+
+/// Opens a device. `auto` takes the first that can be opened, and where that is the CPU it tells `say` why.
 ///
 /// # Errors
-/// What the device answers.
+/// What the device answers, or the last that `auto` tried.
 pub fn open(
     choice: &BackendChoice,
     precision: Precision,
     threads: Option<usize>,
-) -> Result<Arc<dyn Backend>, Error> {
+    say: &mut dyn FnMut(&str),
+) -> Result<Arc<dyn Backend>, OpenError> {
     match choice {
-        BackendChoice::Auto | BackendChoice::Cpu => {
-            Ok(Arc::new(Cpu::new(CpuOptions { threads, precision })?))
+        BackendChoice::Cpu => Ok(Arc::new(Cpu::new(CpuOptions { threads, precision })?)),
+        #[cfg(feature = "cuda")]
+        BackendChoice::Cuda(card, submission) => {
+            Ok(Arc::new(Cuda::open(card, CudaOptions { precision, submission: *submission })?))
+        }
+        #[cfg(feature = "wgpu")]
+        BackendChoice::Wgpu(select) => {
+            let cache = Some(crate::model_files::home().join("pipelines"));
+            let device = Wgpu::open(select, &Options { cache, ..Options::new(precision) })?;
+            if device.facts().software {
+                say(&format!("{} is a CPU that plays a GPU: it will be slow", device.facts().name));
+            }
+            Ok(Arc::new(device))
+        }
+        BackendChoice::Auto => {
+            let (cpu, gpus) = AUTO.split_last().expect("there is always the CPU");
+            let mut passed_over = Vec::new();
+            for choice in gpus {
+                match open(choice, precision, threads, say) {
+                    Err(error) => passed_over.push(error.to_string()),
+                    opened => return opened,
+                }
+            }
+            if !passed_over.is_empty() {
+                say(&format!("running on the CPU: {}", passed_over.join("; ")));
+            }
+            open(cpu, precision, threads, say)
         }
     }
 }
@@ -52,48 +125,119 @@ pub fn reference() -> Arc<dyn Backend> {
     Arc::new(Cpu::reference())
 }
 
-/// Measures how fast this machine reads memory: the roof above everything that is bound by bytes. A machine's rate changes
-/// with its neighbours' work, so a ratio takes passes and what it compares in turns.
-pub struct ReadProbe {
-    pool: Pool,
-    memory: os::AnonymousMemory,
+/// Measures how fast a device reads its own memory: the roof above everything that is bound by bytes. A machine's rate
+/// changes with its neighbours' work, so a ratio takes passes and what it compares in turns.
+pub struct ReadProbe<'a> {
+    backend: &'a dyn Backend,
+    memory: View,
 }
 
-impl ReadProbe {
-    /// Takes memory and starts threads, one for each physical core by default.
+impl<'a> ReadProbe<'a> {
+    /// Takes memory of the device, more than its caches hold.
     ///
     /// # Errors
-    /// The system's refusal.
-    pub fn new(threads: Option<usize>) -> Result<Self, Error> {
+    /// The device's refusal.
+    pub fn new(backend: &'a dyn Backend) -> Result<Self, Error> {
         let free =
-            os::available_memory().and_then(|free| usize::try_from(free / 4).ok()).unwrap_or(usize::MAX);
-        let mut memory = os::anonymous(free.clamp(1 << 20, READ_BYTES))
-            .map_err(|source| Error::Os { what: "taking memory to read", source })?;
-        // Pages that nobody wrote are one and the same page.
-        memory.as_mut().fill(1);
-        let pool =
-            Pool::new(threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
-        Ok(ReadProbe { pool, memory })
+            backend.free_bytes()?.map_or(usize::MAX, |free| usize::try_from(free / 4).unwrap_or(usize::MAX));
+        let bytes = free.min(backend.caps().max_binding_bytes).clamp(1 << 20, READ_BYTES);
+        let memory = backend.alloc(bytes)?.whole();
+        // Pages that nobody wrote may be one and the same page.
+        let piece = vec![1; 1 << 20];
+        for start in (0..bytes).step_by(piece.len()) {
+            let part = memory.slice(start..bytes.min(start + piece.len()));
+            backend.write(&part, &piece[..part.bytes()])?;
+        }
+        Ok(ReadProbe { backend, memory })
     }
 
     /// Reads all of it once; bytes a second.
-    pub fn pass(&self) -> f64 {
-        let start = Instant::now();
-        std::hint::black_box(stream_read(&self.pool, self.memory.as_ref()));
-        self.memory.as_ref().len() as f64 / start.elapsed().as_secs_f64()
+    ///
+    /// # Errors
+    /// The device's answer.
+    pub fn pass(&self) -> Result<f64, Error> {
+        Ok(self.memory.bytes() as f64 / self.backend.time_read(&self.memory)?)
     }
 
     /// The best of `n` passes.
-    pub fn best_of(&self, n: usize) -> f64 {
-        (0..n).map(|_| self.pass()).fold(0.0, f64::max)
+    ///
+    /// # Errors
+    /// The device's answer.
+    pub fn best_of(&self, n: usize) -> Result<f64, Error> {
+        (0..n).try_fold(0.0, |best, _| Ok(self.pass()?.max(best)))
     }
 }
 
-/// Every device that can be opened, as it would be opened.
+/// Every device that can be opened, as it would be opened. Gives `say` a sentence about each that cannot.
 ///
 /// # Errors
-/// What a device answers.
-pub fn list() -> Result<Vec<Caps>, Error> {
+/// What the CPU answers.
+pub fn list(say: &mut dyn FnMut(&str)) -> Result<Vec<Caps>, Error> {
+    let mut devices = Vec::new();
+    #[cfg(feature = "cuda")]
+    let one = |uuid| BackendChoice::Cuda(CardChoice::Uuid(uuid), Submission::Graph);
+    #[cfg(feature = "cuda")]
+    match freetoken_cuda::cards() {
+        Err(error) => say(&format!("cuda: {error}")),
+        Ok(cards) => {
+            for card in cards {
+                match open(&one(card.uuid), Precision::Auto, None, say) {
+                    Ok(cuda) => devices.push(cuda.caps().clone()),
+                    Err(error) => say(&format!("cuda:{}: {error}", card.ordinal)),
+                }
+            }
+        }
+    }
+    #[cfg(not(feature = "cuda"))]
+    say("cuda: not built into this binary");
+    #[cfg(feature = "wgpu")]
+    for adapter in adapters() {
+        match open(&BackendChoice::Wgpu(Select::Index(adapter.index)), Precision::Auto, None, &mut |_| ()) {
+            Ok(wgpu) => devices.push(wgpu.caps().clone()),
+            Err(error) => say(&format!("wgpu:{} ({}): {error}", adapter.index, adapter.name)),
+        }
+    }
+    #[cfg(not(feature = "wgpu"))]
+    say("wgpu: not built into this binary");
     let cpu = Cpu::new(CpuOptions { threads: None, precision: Precision::Auto })?;
-    Ok(vec![cpu.caps().clone()])
+    devices.push(cpu.caps().clone());
+    Ok(devices)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backends_are_named() {
+        assert_eq!("auto".parse(), Ok(BackendChoice::Auto));
+        assert_eq!("cpu".parse(), Ok(BackendChoice::Cpu));
+        for wrong in ["", "cpu:0", "auto:", "gpu"] {
+            let error = wrong.parse::<BackendChoice>().unwrap_err();
+            assert!(error.contains("auto") && error.contains("cpu"), "{error}");
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn cards_are_named_by_number_or_uuid() {
+        let uuid = "01234567-89ab-cdef-0123-456789abcdef";
+        let graph = |card| Ok(BackendChoice::Cuda(card, Submission::Graph));
+        assert_eq!("cuda".parse(), graph(CardChoice::First));
+        assert_eq!("cuda:1".parse(), graph(CardChoice::Ordinal(1)));
+        let staged = Ok(BackendChoice::Cuda(CardChoice::Ordinal(0), Submission::Staged));
+        assert_eq!("cuda-staged:0".parse(), staged);
+        assert_eq!(format!("cuda:GPU-{uuid}").parse(), graph(CardChoice::Uuid(uuid.into())));
+        assert!("cuda:".parse::<BackendChoice>().is_err());
+    }
+
+    #[test]
+    fn auto_always_finds_a_device_and_says_what_it_passed_over() {
+        let mut said = Vec::new();
+        let device =
+            open(&BackendChoice::Auto, Precision::F32, Some(1), &mut |text| said.push(text.into())).unwrap();
+        let said: Vec<String> = said;
+        let expected = usize::from(device.caps().backend == "cpu" && AUTO.len() > 1);
+        assert_eq!(said.len(), expected, "{said:?}");
+    }
 }

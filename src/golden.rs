@@ -96,7 +96,7 @@ pub fn run(dir: &Path, backend: &Arc<dyn Backend>) -> Result<GoldenReport> {
     let facts: Value = json::read(&dir.join("expected.json"), json::CONFIG_LIMIT)?;
     let files = ModelFiles::open(Some(dir))?;
     let expected = Expected::open(dir)?;
-    let options = EngineOptions { context: 512, max_sequences: 4, max_chunk: 256 };
+    let options = EngineOptions { context: 512, max_sequences: 4, max_chunk: Some(256) };
     let mut engine = files.engine(backend.clone(), options, &mut |_| ())?;
     let mut report = GoldenReport::default();
     let prompts = facts["prompts"].as_array().context("expected.json: `prompts` is missing")?;

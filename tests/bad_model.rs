@@ -28,7 +28,7 @@ fn copy(name: &str) -> TempDir {
 
 fn load(dir: &Path) -> Result<(), String> {
     let cpu = Cpu::new(CpuOptions { threads: Some(1), precision: Precision::F32 }).unwrap();
-    let options = EngineOptions { context: 64, max_sequences: 1, max_chunk: 16 };
+    let options = EngineOptions { context: 64, max_sequences: 1, max_chunk: Some(16) };
     let files = ModelFiles::open(Some(dir)).map_err(|e| e.to_string())?;
     files.engine(Arc::new(cpu), options, &mut |_| ()).map(|_| ()).map_err(|e| e.to_string())
 }

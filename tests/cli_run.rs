@@ -1,7 +1,7 @@
 //! `freetoken run`, as a user starts it.
 
 use std::{
-    ffi::OsStr,
+    ffi::{OsStr, OsString},
     io::Write,
     process::{Command, Output, Stdio},
 };
@@ -14,17 +14,25 @@ const STORY: &str = "Tell me a story about a fox named Rusty who lost a red kite
 
 fn run<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_freetoken"));
-    command.args(["run", "--threads", "2"]).args(args);
+    command.args(["run", "--threads", "2"]);
+    let mut args: Vec<OsString> = args.into_iter().map(|arg| arg.as_ref().to_owned()).collect();
+    // A GPU of this machine may be slow or busy, and what is said of it is not what is tested here.
+    if !args.iter().any(|arg| arg == "--backend") {
+        args.extend(["--backend", "cpu"].map(OsString::from));
+    }
+    command.args(args);
     command
 }
 
 fn demo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Output {
-    run(["--model", DEMO]).args(args).output().expect("the binary starts")
+    let model = ["--model", DEMO].map(OsString::from);
+    let args = args.into_iter().map(|arg| arg.as_ref().to_owned());
+    run(model.into_iter().chain(args)).output().expect("the binary starts")
 }
 
 fn piped(input: &[u8], args: &[&str]) -> Output {
-    let mut command = run(["--model", DEMO]);
-    command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut command = run(["--model", DEMO].iter().chain(args));
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("the binary starts");
     child.stdin.take().expect("a pipe").write_all(input).expect("the input is read");
     child.wait_with_output().expect("the binary ends")

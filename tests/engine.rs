@@ -15,7 +15,7 @@ use freetoken_cpu::{Cpu, CpuOptions};
 fn engine(context: usize, max_sequences: usize) -> Engine {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
     let cpu = Cpu::new(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap();
-    let options = EngineOptions { context, max_sequences, max_chunk: 64 };
+    let options = EngineOptions { context, max_sequences, max_chunk: Some(64) };
     ModelFiles::open(Some(&demo)).unwrap().engine(Arc::new(cpu), options, &mut |_| ()).unwrap()
 }
 

@@ -28,7 +28,7 @@ const READ_PASSES: usize = 8;
 ///
 /// Tokens are random and never those that the model draws, since random weights fall into cycles. A decode step must read
 /// each weight once, of the experts those that its tokens choose, and the cache of its sequences; "% of read" is the rate at
-/// which it does, as a share of the rate at which this machine's CPU reads memory in order, measured in the same run. The
+/// which it does, as a share of the rate at which the device reads its own memory in order, measured in the same run. The
 /// ms of a prompt are the time to its first token.
 #[derive(Debug, Args)]
 #[command(
@@ -75,16 +75,15 @@ pub(super) struct BenchArgs {
 }
 
 pub(super) fn run(args: BenchArgs) -> Result<()> {
-    let probe = || ReadProbe::new(args.device.threads.map(usize::from));
     if args.experts {
         let backend = args.device.open()?;
-        let probe = probe()?;
-        let read_bandwidth = probe.best_of(READ_PASSES);
+        let probe = ReadProbe::new(&*backend)?;
+        let read_bandwidth = probe.best_of(READ_PASSES)?;
         let (subject, table) = experts::run(&args, &*backend, &probe)?;
         return Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args);
     }
     let mut subject = Subject::open(&args)?;
-    let read_bandwidth = probe()?.best_of(READ_PASSES);
+    let read_bandwidth = ReadProbe::new(subject.engine.backend())?.best_of(READ_PASSES)?;
     let table = match args.ops {
         true => ops::run(&mut subject, &args, read_bandwidth)?,
         false => steps::run(&mut subject, &args, read_bandwidth)?,

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::Args;
 use freetoken_backend::{Caps, os};
 
-use super::terminal::print_line;
+use super::terminal::{note, print_line};
 use crate::devices;
 
 /// List the devices that models can run on.
@@ -17,7 +17,7 @@ pub(super) struct DevicesArgs {
 }
 
 pub(super) fn run(args: DevicesArgs) -> Result<()> {
-    let list = devices::list()?;
+    let list = devices::list(&mut note)?;
     if args.json {
         let devices: Vec<_> = list.iter().map(as_json).collect();
         return print_line(&serde_json::json!({ "devices": devices }).to_string());
@@ -26,7 +26,9 @@ pub(super) fn run(args: DevicesArgs) -> Result<()> {
         print_line(&format!("{:<8} {}", caps.backend, caps.device))?;
         print_line(&format!("{:<8} {}", "", caps.detail))?;
         if let Some(total) = caps.total_bytes {
-            let free = os::available_memory().map_or(String::new(), |free| format!(", {} free", gib(free)));
+            let free = os::available_memory()
+                .filter(|_| caps.host_memory)
+                .map_or(String::new(), |free| format!(", {} free", gib(free)));
             print_line(&format!("{:<8} {} memory{free}", "", gib(total)))?;
         }
     }

@@ -11,15 +11,21 @@ mod selftest;
 mod synth;
 mod terminal;
 
+use std::sync::LazyLock;
+
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 pub use terminal::note;
 
-const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (backends: cpu)");
+use crate::devices::BUILT_IN;
+
+/// The version, and the backends built in.
+static VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("{} (backends: {})", env!("CARGO_PKG_VERSION"), BUILT_IN.join(", ")));
 
 /// Runs Mixture-of-Experts language models far larger than the GPU's memory on one personal machine.
 #[derive(Debug, Parser)]
-#[command(name = "freetoken", version = VERSION, max_term_width = 100)]
+#[command(name = "freetoken", version = VERSION.as_str(), max_term_width = 100)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -28,7 +28,8 @@ pub(super) enum PrecisionArg {
 /// Where to run.
 #[derive(Debug, Clone, Args)]
 pub(super) struct DeviceArgs {
-    /// The device: auto, or cpu.
+    /// The device: auto, cuda[:N|:UUID], wgpu[:N|:NAME], or cpu. cuda-staged launches kernel by kernel, for sanitizers and
+    /// profilers.
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub(super) backend: BackendChoice,
     /// How exactly to compute.
@@ -46,7 +47,7 @@ impl DeviceArgs {
             PrecisionArg::Auto => Precision::Auto,
             PrecisionArg::F32 => Precision::F32,
         };
-        Ok(devices::open(&self.backend, precision, self.threads.map(usize::from))?)
+        Ok(devices::open(&self.backend, precision, self.threads.map(usize::from), &mut note)?)
     }
 }
 

@@ -165,8 +165,8 @@ fn measure(args: &SynthArgs, moe: &MoeSizes, bytes: u64) -> Result<()> {
         note("the weights do not fit into free memory: how their experts are used was not measured");
         return Ok(());
     }
-    let backend = devices::open(&BackendChoice::Auto, Precision::Auto, None)?;
-    let options = EngineOptions { context: N_TOKENS, max_sequences: 1, max_chunk: N_TOKENS };
+    let backend = devices::open(&BackendChoice::Auto, Precision::Auto, None, &mut note)?;
+    let options = EngineOptions { context: N_TOKENS, max_sequences: 1, max_chunk: Some(N_TOKENS) };
     let mut engine = ModelFiles::open(Some(&args.out))?.engine(backend, options, &mut |_| ())?;
     let routes = random_routes(&mut engine, args.shape.seed)?;
     print_expert_use(args.shape.routing, moe, &routes)

@@ -5,7 +5,7 @@ use freetoken_backend::{
     Backend, Format, KvCache, LogitEdit, MAX_TOP_LOGITS, PAGE_TOKENS, Precision, Result, View,
 };
 
-use crate::models::{MOE_TILE_ROWS, Model};
+use crate::models::Model;
 
 /// Sections of the input buffer start at a multiple of this many bytes, which every device can bind at.
 const SECTION_ALIGN: usize = 256;
@@ -19,6 +19,8 @@ pub(super) const MAX_EDITS: usize = 16_384;
 pub(super) struct Limits {
     /// Largest bucket.
     pub(super) max_rows: usize,
+    /// Rows whose experts' rows are kept at a time.
+    pub(super) tile_rows: usize,
     /// Longest sequence, in tokens.
     pub(super) context: usize,
     /// Pages of the cache.
@@ -68,8 +70,10 @@ pub struct Batch {
     pub expert_ids: View,
     /// f32 `[n_rows, top_k]`
     pub expert_weights: View,
-    /// f32 `[rows of a tile, top_k, hidden]`
+    /// f32 `[tile_rows, top_k, hidden]`
     pub parts: View,
+    /// Rows whose experts' rows are kept at a time: a layer runs through its rows in tiles.
+    pub tile_rows: usize,
     /// f32 `[n_sequences, vocab]`
     pub logits: View,
     /// i32 `[n_sequences, MAX_TOP_LOGITS]`
@@ -135,11 +139,11 @@ pub(super) fn kv_format(precision: Precision) -> Format {
 }
 
 /// f32 values that each activation takes, in the order of [`Batch`]'s fields: those with `max_rows` rows, then the rest.
-fn activations(model: &dyn Model, max_rows: usize) -> [usize; 13] {
+fn activations(model: &dyn Model, limits: &Limits) -> [usize; 13] {
     let s = model.sizes();
     let (heads, kv_heads) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
     let (top_k, is_moe) = s.moe.map_or((0, 0), |moe| (moe.top_k, 1));
-    let n = max_rows;
+    let n = limits.max_rows;
     [
         n * s.hidden,
         n * (heads + 2 * kv_heads),
@@ -149,7 +153,7 @@ fn activations(model: &dyn Model, max_rows: usize) -> [usize; 13] {
         n * s.hidden * is_moe,
         n * top_k,
         n * top_k,
-        n.min(MOE_TILE_ROWS) * top_k * s.hidden,
+        limits.tile_rows * top_k * s.hidden,
         MAX_SEQUENCES * s.vocab,
         MAX_SEQUENCES * MAX_TOP_LOGITS,
         MAX_SEQUENCES * MAX_TOP_LOGITS,
@@ -162,7 +166,7 @@ pub(super) fn bytes(model: &dyn Model, limits: &Limits, precision: Precision) ->
     let s = model.sizes();
     let page = KvCache::page_bytes(kv_format(precision), s.n_kv_heads, s.head_dim) as u64;
     let kv = page * limits.n_pages as u64 * s.n_layers as u64;
-    let activations: usize = activations(model, limits.max_rows).iter().sum();
+    let activations: usize = activations(model, limits).iter().sum();
     let rotary = limits.context * model.rope().rotary_dim();
     kv + 4 * (activations + rotary) as u64
 }
@@ -187,7 +191,7 @@ impl Batch {
         let rotary = backend.alloc(table.len() * 4)?.whole();
         backend.write(&rotary, bytemuck::cast_slice(&table))?;
         let mut buffers = Vec::new();
-        for values in activations(model, limits.max_rows) {
+        for values in activations(model, limits) {
             buffers.push(backend.alloc(values * 4)?.whole());
         }
         let [
@@ -227,6 +231,7 @@ impl Batch {
             expert_ids,
             expert_weights,
             parts,
+            tile_rows: limits.tile_rows,
             logits,
             top_ids,
             top_values,

@@ -6,18 +6,12 @@ use freetoken_backend::PAGE_TOKENS;
 #[derive(Debug)]
 pub struct BlockPool {
     free: Vec<u32>,
-    n_pages: usize,
 }
 
 impl BlockPool {
     /// A pool of `n_pages` pages, page 0 among them.
     pub fn new(n_pages: usize) -> Self {
-        BlockPool { free: (1..n_pages as u32).rev().collect(), n_pages }
-    }
-
-    /// All pages, page 0 included.
-    pub fn n_pages(&self) -> usize {
-        self.n_pages
+        BlockPool { free: (1..n_pages as u32).rev().collect() }
     }
 
     /// Pages that can be handed out.

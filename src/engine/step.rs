@@ -4,7 +4,7 @@
 
 use std::{iter::once, ops::Range, sync::Arc};
 
-use freetoken_backend::{Backend, PAGE_TOKENS, RouteAsk, RouteReply, Stage};
+use freetoken_backend::{Backend, Caps, PAGE_TOKENS, RouteAsk, RouteReply, Stage};
 
 use super::{
     Batch, BlockPool, EngineError, Sequence,
@@ -13,7 +13,12 @@ use super::{
     input::StepInput,
     programs::{self, Kind, Programs, Recorded},
 };
-use crate::models::Model;
+use crate::models::{Model, Sizes};
+
+/// Share of a device's memory that the experts' rows of a prefill step may take.
+const PARTS_SHARE: u64 = 64;
+/// What they may take where the device does not tell its memory.
+const DEFAULT_PARTS_BYTES: u64 = 64 << 20;
 
 /// How much room an engine makes.
 #[derive(Debug, Clone, Copy)]
@@ -22,13 +27,13 @@ pub struct EngineOptions {
     pub context: usize,
     /// Sequences that are in the cache at a time, at most 16.
     pub max_sequences: usize,
-    /// Rows of a prefill step.
-    pub max_chunk: usize,
+    /// Rows of a prefill step; as many as keep the device busy by default.
+    pub max_chunk: Option<usize>,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        EngineOptions { context: 4096, max_sequences: 1, max_chunk: 512 }
+        EngineOptions { context: 4096, max_sequences: 1, max_chunk: None }
     }
 }
 
@@ -48,7 +53,7 @@ pub struct Engine {
     /// The buffers of the largest bucket.
     batch: Batch,
     pool: BlockPool,
-    context: usize,
+    limits: Limits,
     programs: Programs,
     input: StepInput,
     drawer: Drawer,
@@ -68,9 +73,12 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let context = options.context.clamp(1, model.sizes().max_positions);
         let max_sequences = options.max_sequences.clamp(1, MAX_SEQUENCES);
-        let max_rows = options.max_chunk.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
+        let max_chunk = options.max_chunk.unwrap_or(backend.caps().prefill_rows.min(context));
+        let max_rows = max_chunk.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
+        let tile_rows = tile_rows(model.sizes(), backend.caps(), max_rows);
         let limits = |context: usize| Limits {
             max_rows,
+            tile_rows,
             context,
             n_pages: 1 + max_sequences * context.div_ceil(PAGE_TOKENS),
         };
@@ -95,7 +103,7 @@ impl Engine {
             backend,
             model,
             batch,
-            context,
+            limits,
         };
         engine.programs.get(Kind::Decode, 1, &*engine.backend, &*engine.model, &engine.batch)?;
         Ok(engine)
@@ -113,14 +121,12 @@ impl Engine {
 
     /// Longest sequence, in tokens.
     pub fn context(&self) -> usize {
-        self.context
+        self.limits.context
     }
 
     /// Bytes of device memory for caches and activations.
     pub fn bytes(&self) -> u64 {
-        let limits =
-            Limits { max_rows: self.batch.n_rows, context: self.context, n_pages: self.pool.n_pages() };
-        batch::bytes(&*self.model, &limits, self.backend.caps().precision)
+        batch::bytes(&*self.model, &self.limits, self.backend.caps().precision)
     }
 
     /// The stages of a decode step for `n` sequences: what it runs, for reports.
@@ -295,8 +301,8 @@ impl Engine {
     /// Takes pages for the next `n` tokens and refuses tokens that the model does not have.
     fn make_room(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
         let n_tokens = sequence.n_computed() + n;
-        if n_tokens > self.context {
-            return Err(EngineError::ContextFull { n_tokens, context: self.context });
+        if n_tokens > self.limits.context {
+            return Err(EngineError::ContextFull { n_tokens, context: self.limits.context });
         }
         let vocab = self.model.sizes().vocab;
         if let Some(&id) = sequence.pending()[..n].iter().find(|id| **id as usize >= vocab) {
@@ -307,6 +313,15 @@ impl Engine {
         }
         Ok(())
     }
+}
+
+/// Rows whose experts' rows are kept at a time: all where memory is plentiful, since each tile reads its experts again.
+fn tile_rows(sizes: &Sizes, caps: &Caps, max_rows: usize) -> usize {
+    let row_bytes = sizes.moe.map_or(0, |moe| moe.top_k * sizes.hidden * size_of::<f32>());
+    let share = caps.total_bytes.map_or(DEFAULT_PARTS_BYTES, |total| total / PARTS_SHARE);
+    let most = usize::try_from(share).unwrap_or(usize::MAX).min(caps.max_binding_bytes);
+    let fits = (most / row_bytes.max(1)).clamp(1, max_rows);
+    1 << fits.ilog2()
 }
 
 fn no_route_point(ask: &RouteAsk<'_>, _: &mut RouteReply) -> freetoken_backend::Result<()> {

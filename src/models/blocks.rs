@@ -9,9 +9,6 @@ use freetoken_backend::{
 use super::{ConfigError, ConfigFile, ModelError, MoeSizes, Sizes, Weights};
 use crate::engine::Batch;
 
-/// Rows of a prefill whose expert rows are kept at a time: bounds `parts`.
-pub(crate) const MOE_TILE_ROWS: usize = 1024;
-
 /// Largest counts that a configuration may name; anything above is a broken file.
 const MAX_WIDTH: usize = 1 << 20;
 
@@ -410,8 +407,8 @@ impl SparseMoe {
             }
             .into(),
         ];
-        for start in (0..b.n_rows).step_by(MOE_TILE_ROWS) {
-            let rows = start..b.n_rows.min(start + MOE_TILE_ROWS);
+        for start in (0..b.n_rows).step_by(b.tile_rows) {
+            let rows = start..b.n_rows.min(start + b.tile_rows);
             let part = |view: &View, width: usize| view.slice(rows.start * width * 4..rows.end * width * 4);
             let (ids, n_rows) = (part(&b.expert_ids, moe.top_k), rows.len() as u32);
             let mlp = ExpertMlp {

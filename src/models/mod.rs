@@ -13,8 +13,6 @@ mod rope;
 mod synthetic;
 mod weights;
 
-pub(crate) use blocks::MOE_TILE_ROWS;
-
 use freetoken_backend::{Op, Stage};
 use serde_json::{Map, Value};
 

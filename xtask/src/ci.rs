@@ -12,7 +12,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{cargo, deny, tidy};
+use crate::{cargo, deny, kernels, tidy};
 use report::Report;
 
 /// Folders that some tests read: the variable that names the folder, and what is not checked without it.
@@ -29,6 +29,7 @@ pub(crate) fn run() -> ExitCode {
     report.step("fmt", || done(&mut cargo("fmt --all --check")));
     report.step("tidy", tidy::run);
     report.step("deny", deny::run);
+    report.step("kernels", || kernels::run(&["--check"]));
     report.step("clippy", || {
         done(&mut cargo("clippy --profile ci --workspace --all-targets --locked -- -D warnings"))
     });

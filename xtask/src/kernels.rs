@@ -49,13 +49,18 @@ pub(crate) fn run(args: &[&str]) -> Result<()> {
     let compiler = Compiler::open()?;
     let (images, usage) = compile(&compiler, &sources, &headers)?;
     usage::print(&usage);
-    let spilling: Vec<&str> = usage.iter().filter(|u| u.spilled_bytes > 0).map(|u| u.kernel.as_str()).collect();
+    let spilling: Vec<&str> =
+        usage.iter().filter(|u| u.spilled_bytes > 0).map(|u| u.kernel.as_str()).collect();
     ensure!(spilling.is_empty(), "kernels that spill registers: {}", spilling.join(", "));
     if check {
         return compare(&images);
     }
     let bundle = pack(&images);
-    ensure!(bundle.len() <= MAX_BUNDLE_BYTES, "{BUNDLE} would take {} bytes: have fewer variants", bundle.len());
+    ensure!(
+        bundle.len() <= MAX_BUNDLE_BYTES,
+        "{BUNDLE} would take {} bytes: have fewer variants",
+        bundle.len()
+    );
     fs::write(BUNDLE, &bundle).with_context(|| format!("{BUNDLE} cannot be written"))?;
     let raw: usize = images.values().map(Vec::len).sum();
     println!("{BUNDLE}: {} images, {} KiB, {} KiB deflated", images.len(), raw >> 10, bundle.len() >> 10);

@@ -4,6 +4,7 @@
 
 mod ci;
 mod deny;
+mod kernels;
 mod tidy;
 
 use std::env;
@@ -15,6 +16,8 @@ use anyhow::{Context, Result, bail};
 const USAGE: &str = "usage: cargo xtask <chore>
   ci     everything that CI runs: fmt, tidy, deny, clippy, tests, docs
   deny   licences, banned crates and sources of the dependencies, by deny.toml
+  kernels [--check]
+         the CUDA kernels, compiled for every generation of cards, or compared with what is committed
   tidy   what each op has, and the rules that no other tool knows";
 
 fn main() -> ExitCode {
@@ -34,6 +37,7 @@ fn run(args: &[&str]) -> Result<ExitCode> {
     match args {
         ["ci"] => return Ok(ci::run()),
         ["deny"] => deny::run()?,
+        ["kernels", rest @ ..] => kernels::run(rest)?,
         ["tidy"] => tidy::run()?,
         _ => bail!("{USAGE}"),
     }

@@ -1,6 +1,6 @@
 //! The trait every device implements.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use crate::{Buffer, Caps, HostBuffer, HostBytes, Op, Program, Result, Stage, View};
 
@@ -66,6 +66,22 @@ pub trait Backend: Send + Sync {
 
     /// Runs ops once, in order. For tests, loading and tracing; steps are programs.
     fn run(&self, ops: &[Op]) -> Result<()>;
+
+    /// Runs ops once, in order, and measures each, in seconds. For benches: a device that can tell leaves out what a launch
+    /// from the host costs; this way measures from call to answer.
+    fn time(&self, ops: &[Op]) -> Result<Vec<f64>> {
+        let seconds = |op: &Op| {
+            let start = Instant::now();
+            self.run(std::slice::from_ref(op))?;
+            self.wait(self.event(Lane::Compute)?)?;
+            Ok(start.elapsed().as_secs_f64())
+        };
+        ops.iter().map(seconds).collect()
+    }
+
+    /// Reads a view once, as fast as the device can, and measures that, in seconds. For benches: the roof above everything
+    /// that is bound by bytes.
+    fn time_read(&self, view: &View) -> Result<f64>;
 
     /// Makes a program. `outputs` are the views that [`Program::output`] gives after each replay.
     fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>>;

@@ -37,6 +37,8 @@ pub struct Caps {
     pub max_binding_bytes: usize,
     /// Largest number of buffers that one op may bind.
     pub max_storage_buffers: u32,
+    /// Rows of a prefill step that keep it busy: larger steps gain little.
+    pub prefill_rows: usize,
     /// Device memory is host memory: [`crate::Backend::import`] costs nothing and weights stay where they are mapped.
     pub host_memory: bool,
     /// The device can read a [`crate::HostBuffer`] in place.

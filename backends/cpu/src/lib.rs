@@ -11,7 +11,10 @@ mod program;
 mod reference;
 mod stream;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
 
 use fast::{Fast, Scratch};
 use freetoken_backend::{
@@ -19,8 +22,8 @@ use freetoken_backend::{
     Program, Result, Stage, View, os,
 };
 use isa::Isa;
-pub use pool::Pool;
-pub use stream::stream_read;
+use pool::Pool;
+use stream::stream_read;
 
 use crate::memory::{CpuHostMemory, CpuMemory, slice, slice_mut};
 
@@ -89,6 +92,7 @@ impl Cpu {
             total_bytes: os::total_memory(),
             max_binding_bytes: usize::MAX,
             max_storage_buffers: u32::MAX,
+            prefill_rows: 512,
             host_memory: true,
             reads_host: true,
             copy_lane: false,
@@ -197,6 +201,16 @@ impl Backend for Cpu {
             self.0.run(op, &mut scratch);
         }
         Ok(())
+    }
+
+    fn time_read(&self, view: &View) -> Result<f64> {
+        let _turn = self.lock();
+        let start = Instant::now();
+        match &self.0.fast {
+            Some(fast) => std::hint::black_box(stream_read(&fast.pool, slice(view))),
+            None => std::hint::black_box(slice::<u64>(view).iter().fold(0, |seen, word| seen ^ word)),
+        };
+        Ok(start.elapsed().as_secs_f64())
     }
 
     fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>> {

@@ -42,7 +42,7 @@ thread_local! {
 
 /// A fixed set of threads that run one job at a time.
 #[derive(Debug)]
-pub struct Pool {
+pub(crate) struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// Held by the thread that is worker 0.
@@ -74,7 +74,7 @@ impl Pool {
     ///
     /// # Errors
     /// The system's refusal to start a thread.
-    pub fn new(n_threads: Option<usize>) -> std::io::Result<Self> {
+    pub(crate) fn new(n_threads: Option<usize>) -> std::io::Result<Self> {
         let cores = os::physical_cores();
         let n_workers = n_threads.unwrap_or(cores.len()).clamp(1, INSIDE as usize);
         let mut pool = Self {
@@ -96,7 +96,7 @@ impl Pool {
     }
 
     /// Workers, the caller included: every worker index is below it.
-    pub fn n_workers(&self) -> usize {
+    pub(crate) fn n_workers(&self) -> usize {
         self.threads.len() + 1
     }
 
@@ -108,7 +108,7 @@ impl Pool {
     ///
     /// # Panics
     /// With the panic of a task, after all running tasks have ended; tasks not yet started are skipped.
-    pub fn run(&self, n_tasks: usize, task: &Task<'_>) {
+    pub(crate) fn run(&self, n_tasks: usize, task: &Task<'_>) {
         let (running, worker) = RUNNING.get();
         if ptr::eq(running, &*self.shared) {
             return (0..n_tasks).for_each(|index| task(worker, index));

@@ -9,7 +9,7 @@ const PIECE_BYTES: usize = 1 << 20;
 
 /// Reads all of `bytes` once, in order, on all workers. Returns the exclusive or of its little-endian words: a checksum
 /// that no order of the pieces changes, and proof that every byte arrived.
-pub fn stream_read(pool: &Pool, bytes: &[u8]) -> u64 {
+pub(crate) fn stream_read(pool: &Pool, bytes: &[u8]) -> u64 {
     let (isa, checksum) = (Isa::detect(), AtomicU64::new(0));
     let pieces = bytes.len().div_ceil(PIECE_BYTES);
     pool.run(pieces, &|_, piece| {

@@ -4,7 +4,7 @@
 
 #define FULL_WARP 0xffffffffu
 
-constexpr float NEG_INFINITY = -__builtin_huge_valf();
+#define NEG_INFINITY __int_as_float(0xff800000)
 
 // How elements of a weight are stored, as the host numbers it.
 constexpr u32 FORMAT_F32 = 0;
@@ -90,6 +90,14 @@ __device__ __forceinline__ float block_sum(float v, float* partial) {
 __device__ __forceinline__ float exp_below(float v, float max) {
   return v == NEG_INFINITY ? 0.0f : expf(v - max);
 }
+
+// The same of powers of two.
+__device__ __forceinline__ float exp2_below(float v, float max) {
+  return v == NEG_INFINITY ? 0.0f : exp2f(v - max);
+}
+
+// exp(x) = exp2(x * LOG2_E)
+constexpr float LOG2_E = 1.4426950408889634f;
 
 // Whether this block is the last of `n_blocks` to come here; what all of them wrote before is visible to it. Resets the
 // counter, so that the next launch finds it at zero.

@@ -12,10 +12,6 @@ pub(crate) const N_COUNTERS: usize = 4096;
 pub(crate) struct CardFacts {
     /// Streaming multiprocessors.
     pub(crate) sms: u32,
-    /// Shared memory that one block may ask for, in bytes.
-    pub(crate) shared_bytes: u32,
-    /// Compute capability, major and minor.
-    pub(crate) compute: (u32, u32),
 }
 
 /// One kernel and all it needs. Launches of an op run in order, each behind the one before.
@@ -49,21 +45,8 @@ pub(crate) enum Arg {
     Scratch(usize),
     /// Device address of [`N_COUNTERS`] u32 words that are zero between kernels: kernels that count leave them at zero.
     Counters,
-    /// A plain device address.
-    Address(u64),
     /// A 32-bit number, by value.
     U32(u32),
-}
-
-/// Where expert records are found: the pool of an op, or the host bank of a layer that is read in place.
-#[derive(Debug, Clone)]
-pub(crate) struct ExpertPlace {
-    /// i32 `[n_experts]`: the slot of each expert; experts with -1 are left out.
-    pub(crate) table: Arg,
-    /// u64 `[n_chunks]`: device addresses of chunks.
-    pub(crate) chunks: Arg,
-    /// Records of a chunk.
-    pub(crate) slots_per_chunk: u32,
 }
 
 /// Why an op has no kernel here.

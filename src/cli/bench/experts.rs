@@ -158,14 +158,14 @@ fn measure(
         Ok(start.elapsed().as_secs_f64())
     };
     call()?;
-    let mut before = probe.pass();
+    let mut before = probe.pass()?;
     let mut turns = Vec::new();
     for _ in 0..TURNS {
         let mut seconds = 0.0;
         for _ in 0..n_calls {
             seconds += call()?;
         }
-        let after = probe.pass();
+        let after = probe.pass()?;
         turns.push(Turn { seconds: seconds / n_calls as f64, read_bandwidth: (before + after) / 2.0 });
         before = after;
     }

@@ -1,9 +1,7 @@
-//! Each op of a decode step by itself: run eagerly, waited for, and grouped by what it is.
-
-use std::time::Instant;
+//! Each op of a decode step by itself, as the device times it, grouped by what it is.
 
 use anyhow::Result;
-use freetoken_backend::{Backend, Lane, Op};
+use freetoken_backend::{Backend, Op};
 
 use super::{
     super::synth::n_distinct,
@@ -71,10 +69,9 @@ fn step(subject: &mut Subject, sequences: &mut [Sequence], n_steps: usize) -> Re
             .iter_mut()
             .filter(|_| step == WARM_UP)
             .for_each(|group| (group.seconds, group.bytes) = (0.0, 0.0));
-        for op in &ops {
+        for (op, seconds) in ops.iter().zip(subject.engine.backend().time(&ops)?) {
             let name = name(op);
             let bytes = bytes(subject.engine.backend(), op, kv_tokens)?;
-            let seconds = seconds(subject.engine.backend(), op)?;
             let group = match groups.iter_mut().position(|group| group.name == name) {
                 Some(i) => &mut groups[i],
                 None => groups.push_mut(Group { name, n_calls: 0, seconds: 0.0, bytes: 0.0 }),
@@ -108,11 +105,4 @@ fn bytes(backend: &dyn Backend, op: &Op, kv_tokens: usize) -> Result<f64> {
         Op::Attention(op) => kv_token_bytes(op) * kv_tokens as f64,
         op => op.spec().bytes() as f64,
     })
-}
-
-fn seconds(backend: &dyn Backend, op: &Op) -> Result<f64> {
-    let start = Instant::now();
-    backend.run(std::slice::from_ref(op))?;
-    backend.wait(backend.event(Lane::Compute)?)?;
-    Ok(start.elapsed().as_secs_f64())
 }

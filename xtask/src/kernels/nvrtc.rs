@@ -18,8 +18,11 @@ const PACKAGE: &str = "nvidia-cuda-nvrtc-cu12==12.8.93";
 /// Where it is put.
 const FETCHED: &str = "target/nvrtc";
 /// The library in the package.
-const LIBRARY: &str =
-    if cfg!(windows) { "nvidia/cuda_nvrtc/bin/nvrtc64_120_0.dll" } else { "nvidia/cuda_nvrtc/lib/libnvrtc.so.12" };
+const LIBRARY: &str = if cfg!(windows) {
+    "nvidia/cuda_nvrtc/bin/nvrtc64_120_0.dll"
+} else {
+    "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+};
 
 /// A file as the compiler takes it.
 pub(super) struct Source {
@@ -33,7 +36,8 @@ impl Source {
     /// Reads a file.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let text = fs::read(path).with_context(|| format!("{} cannot be read", path.display()))?;
-        let name = path.file_name().and_then(|name| name.to_str()).context("a file name in UTF-8")?.to_owned();
+        let name =
+            path.file_name().and_then(|name| name.to_str()).context("a file name in UTF-8")?.to_owned();
         Ok(Source { file_name: CString::new(name.as_str())?, text: CString::new(text)?, name })
     }
 }
@@ -74,7 +78,8 @@ impl Compiler {
     pub(super) fn open() -> Result<Self> {
         let path = find()?;
         // SAFETY: loading NVRTC runs no code but its initialisers.
-        let library = unsafe { Library::new(&path) }.with_context(|| format!("{} cannot be loaded", path.display()))?;
+        let library =
+            unsafe { Library::new(&path) }.with_context(|| format!("{} cannot be loaded", path.display()))?;
         macro_rules! function {
             ($name:literal) => {
                 // SAFETY: the name belongs to the function of this type in nvrtc.h of version 12.
@@ -169,14 +174,23 @@ fn find() -> Result<PathBuf> {
         let file = Path::new(LIBRARY).file_name().context("the library has a name")?;
         let places = [folder.join(LIBRARY), folder.join("lib").join(file), folder.join(file)];
         let found = places.into_iter().find(|path| path.is_file());
-        return found.with_context(|| format!("FREETOKEN_NVRTC: no {} in {}", file.display(), folder.display()));
+        return found
+            .with_context(|| format!("FREETOKEN_NVRTC: no {} in {}", file.display(), folder.display()));
     }
     let path = Path::new(FETCHED).join(LIBRARY);
     if !path.is_file() {
         let python = if cfg!(windows) { "python" } else { "python3" };
-        let arguments = ["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target", FETCHED];
-        let status = Command::new(python).args(arguments).arg(PACKAGE).status().context("python3 cannot be started")?;
-        ensure!(status.success(), "pip could not fetch {PACKAGE}; FREETOKEN_NVRTC may name a folder that has it");
+        let arguments =
+            ["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target", FETCHED];
+        let status = Command::new(python)
+            .args(arguments)
+            .arg(PACKAGE)
+            .status()
+            .context("python3 cannot be started")?;
+        ensure!(
+            status.success(),
+            "pip could not fetch {PACKAGE}; FREETOKEN_NVRTC may name a folder that has it"
+        );
     }
     fs::canonicalize(&path).with_context(|| format!("{} is not in {PACKAGE}", path.display()))
 }

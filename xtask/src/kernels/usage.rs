@@ -81,6 +81,9 @@ ptxas info    : Used 22 registers, used 0 barriers
 ";
         let all = read(log, Target::Cubin(9, 0));
         let of = |u: &Usage| (u.kernel.clone(), u.registers, u.spilled_bytes, u.shared_bytes);
-        assert_eq!(all.iter().map(of).collect::<Vec<_>>(), [("one".into(), 64, 12, 256), ("two".into(), 22, 0, 0)]);
+        assert_eq!(
+            all.iter().map(of).collect::<Vec<_>>(),
+            [("one".into(), 64, 12, 256), ("two".into(), 22, 0, 0)]
+        );
     }
 }

@@ -1,14 +1,19 @@
 //! The rules that a file's text is held to. Reads no file: paths and texts in, complaints out.
 
 /// Files, or folders by their trailing `/`, that may hold `unsafe`, and why.
-const UNSAFE: [(&str, &str); 7] = [
+const UNSAFE: [(&str, &str); 12] = [
     ("backends/api/src/os/linux.rs", "advice to the kernel about pages"),
     ("backends/cpu/src/isa/", "intrinsics of an instruction set that was detected"),
     ("backends/cpu/src/memory.rs", "a view becomes a slice"),
     ("backends/cpu/src/parallel.rs", "threads write disjoint parts of one matrix"),
     ("backends/cpu/src/pool.rs", "workers run a job that lies on the stack of the thread that waits"),
+    ("backends/cuda/src/driver.rs", "calls of the driver"),
+    ("backends/cuda/tests/programs.rs", "an allocator that counts"),
+    ("backends/wgpu/src/adapter.rs", "shaders without run-time checks, validated by a test"),
+    ("backends/wgpu/src/pipelines.rs", "a cache of compiled pipelines from the disk"),
     ("src/formats/mapped.rs", "a file is mapped"),
     ("tests/no_allocation.rs", "an allocator that counts"),
+    ("xtask/src/kernels/nvrtc.rs", "calls of the compiler's library"),
 ];
 
 /// Parts that know no device: what they say is said in ops.

@@ -105,6 +105,10 @@ pub fn run_suite(device: &dyn Backend, reference: &dyn Backend, only: &str) -> R
     for case in route_point::cases().into_iter().filter(|case| case.name.contains(only)) {
         report.rows.push(timed(case.name.clone(), &|| outcome(route_point::run(&case, device))));
     }
+    let break_off = "route_point/a host that breaks off";
+    if break_off.contains(only) {
+        report.rows.push(timed(break_off.into(), &|| outcome(route_point::break_off(device))));
+    }
     report
 }
 

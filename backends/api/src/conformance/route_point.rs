@@ -1,7 +1,11 @@
 //! Route points: whatever the host answers, every route is computed once and lands in its own row. The answers are random,
 //! and the expected rows are computed here, in f64, from the records themselves.
 
-use std::sync::Arc;
+use std::{
+    panic::AssertUnwindSafe,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use half::bf16;
 
@@ -11,9 +15,12 @@ use super::{
     cases::{ExpertShape, expert_params, routes},
 };
 use crate::{
-    Backend, ExpertMlp, ExpertPool, ExpertRecord, Experts, Format, HostRows, Precision, RouteAsk, RoutePoint,
-    RouteReply, Stage, TableChange, record,
+    Backend, Error, ExpertMlp, ExpertPool, ExpertRecord, Experts, Format, HostRows, Precision, Program,
+    RouteAsk, RoutePoint, RouteReply, Stage, TableChange, View, record,
 };
+
+/// A step that breaks off must have ended by then.
+const BREAK_OFF_LIMIT: Duration = Duration::from_secs(2);
 
 /// Who may answer for a miss.
 #[derive(Clone, Copy)]
@@ -81,90 +88,152 @@ impl Mirror {
     }
 }
 
-/// Two layers share the pool; a program with a route point each is replayed with changing inputs and random answers.
-pub(super) fn run(case: &RouteCase, device: &dyn Backend) -> Result<f64, Failure> {
-    let s = case.shape;
-    let record = record(s.format, s.hidden, s.intermediate);
-    let mut rng = Rng::new(77);
-    let mut banks = Vec::new();
-    for _ in 0..2 {
-        let mut bank = device.alloc_host(s.experts * record.bytes)?;
-        fill_bank(&mut rng, &record, bank.as_mut_slice());
-        banks.push(Arc::new(bank));
-    }
-    let slots_per_chunk = 3.min(case.n_slots);
-    let n_chunks = case.n_slots.div_ceil(slots_per_chunk);
-    let mut chunks = Vec::new();
-    for _ in 0..n_chunks {
-        chunks.push(device.alloc(slots_per_chunk * record.bytes)?);
-    }
-    let table = device.alloc(2 * s.experts * 4)?.whole();
-    device.write(&table, bytemuck::cast_slice(&vec![-1_i32; 2 * s.experts]))?;
-    let pool = Arc::new(ExpertPool {
-        record: record.clone(),
-        n_layers: 2,
-        n_experts: s.experts,
-        chunks,
-        slots_per_chunk,
-        table,
-        banks,
-    });
-    let routes: Vec<i32> = (0..s.n).flat_map(|row| routes(row, s)).collect();
-    let n_routes = s.n * s.top_k;
-    let (x, weights, ids) =
-        (device.alloc(s.n * s.hidden * 4)?, device.alloc(n_routes * 4)?, device.alloc(n_routes * 4)?);
-    let mut stages = Vec::new();
-    let mut outputs = Vec::new();
-    for layer in 0..2 {
-        let mlp = ExpertMlp {
-            parts: device.alloc(n_routes * s.hidden * 4)?.whole(),
+/// Two layers that share a pool, and a program with a route point for each.
+struct Layers<'a> {
+    device: &'a dyn Backend,
+    shape: ExpertShape,
+    pool: Arc<ExpertPool>,
+    program: Box<dyn Program>,
+    x: View,
+    ids: View,
+    weights: View,
+    mirror: Mirror,
+    rng: Rng,
+}
+
+impl<'a> Layers<'a> {
+    fn new(device: &'a dyn Backend, s: ExpertShape, n_slots: usize) -> crate::Result<Self> {
+        let record = record(s.format, s.hidden, s.intermediate);
+        let mut rng = Rng::new(77);
+        let mut banks = Vec::new();
+        for _ in 0..2 {
+            let mut bank = device.alloc_host(s.experts * record.bytes)?;
+            fill_bank(&mut rng, &record, bank.as_mut_slice());
+            banks.push(Arc::new(bank));
+        }
+        let slots_per_chunk = 3.min(n_slots);
+        let n_chunks = n_slots.div_ceil(slots_per_chunk);
+        let mut chunks = Vec::new();
+        for _ in 0..n_chunks {
+            chunks.push(device.alloc(slots_per_chunk * record.bytes)?);
+        }
+        let table = device.alloc(2 * s.experts * 4)?.whole();
+        device.write(&table, bytemuck::cast_slice(&vec![-1_i32; 2 * s.experts]))?;
+        let pool =
+            ExpertPool { record, n_layers: 2, n_experts: s.experts, chunks, slots_per_chunk, table, banks };
+        let pool = Arc::new(pool);
+        let n_routes = s.n * s.top_k;
+        let (x, weights, ids) =
+            (device.alloc(s.n * s.hidden * 4)?, device.alloc(n_routes * 4)?, device.alloc(n_routes * 4)?);
+        let mut stages = Vec::new();
+        let mut outputs = Vec::new();
+        for layer in 0..2 {
+            let mlp = ExpertMlp {
+                parts: device.alloc(n_routes * s.hidden * 4)?.whole(),
+                x: x.whole(),
+                ids: ids.whole(),
+                weights: weights.whole(),
+                experts: Experts::Pool { pool: pool.clone(), layer },
+                p: expert_params(s),
+            };
+            outputs.push(mlp.parts.clone());
+            stages.push(Stage::Route(RoutePoint { mlp }));
+        }
+        let mirror = Mirror {
+            slot_of: vec![-1; 2 * s.experts],
+            owner: vec![None; n_chunks * slots_per_chunk],
+            clock: 0,
+        };
+        Ok(Layers {
+            program: device.record(&stages, &outputs)?,
+            device,
+            shape: s,
+            pool,
             x: x.whole(),
             ids: ids.whole(),
             weights: weights.whole(),
-            experts: Experts::Pool { pool: pool.clone(), layer },
-            p: expert_params(s),
-        };
-        outputs.push(mlp.parts.clone());
-        stages.push(Stage::Route(RoutePoint { mlp }));
+            mirror,
+            rng,
+        })
     }
-    let mut program = device.record(&stages, &outputs)?;
-    let mut mirror =
-        Mirror { slot_of: vec![-1; 2 * s.experts], owner: vec![None; n_chunks * slots_per_chunk], clock: 0 };
-    let mut worst = 0.0_f64;
-    for round in 0..6 {
-        let mut floats = |n: usize| (0..n).map(|_| rng.symmetric(1.0)).collect::<Vec<f32>>();
-        let (x_values, weight_values) = (floats(s.n * s.hidden), floats(n_routes));
-        let turned: Vec<i32> =
-            routes.iter().map(|&e| if e < 0 { e } else { (e + round) % s.experts as i32 }).collect();
-        device.write(&x.whole(), bytemuck::cast_slice(&x_values))?;
-        device.write(&weights.whole(), bytemuck::cast_slice(&weight_values))?;
-        device.write(&ids.whole(), bytemuck::cast_slice(&turned))?;
+
+    /// One replay with other inputs and random answers; its error.
+    fn replay(&mut self, round: usize, choices: Choices) -> Result<f64, Failure> {
+        let s = self.shape;
+        let mut floats = |n: usize| (0..n).map(|_| self.rng.symmetric(1.0)).collect::<Vec<f32>>();
+        let (x, weights) = (floats(s.n * s.hidden), floats(s.n * s.top_k));
+        let turned = |e: i32| if e < 0 { e } else { (e + round as i32) % s.experts as i32 };
+        let ids: Vec<i32> = (0..s.n).flat_map(|row| routes(row, s)).map(turned).collect();
+        self.device.write(&self.x, bytemuck::cast_slice(&x))?;
+        self.device.write(&self.weights, bytemuck::cast_slice(&weights))?;
+        self.device.write(&self.ids, bytemuck::cast_slice(&ids))?;
         let mut asked = Vec::new();
+        let (pool, mirror, rng) = (&self.pool, &mut self.mirror, &mut self.rng);
         let mut serve = |ask: &RouteAsk<'_>, reply: &mut RouteReply| {
             asked.push(ask.layer);
-            assert_eq!(
-                (ask.ids, ask.n_rows, ask.top_k),
-                (&turned[..], s.n, s.top_k),
-                "what the host is asked"
-            );
-            answer(ask, reply, &pool, case.choices, &mut mirror, &mut rng);
+            assert_eq!((ask.ids, ask.n_rows, ask.top_k), (&ids[..], s.n, s.top_k), "what the host is asked");
+            answer(ask, reply, pool, choices, mirror, rng);
             Ok(())
         };
-        program.replay(&mut serve)?;
+        self.program.replay(&mut serve)?;
         if asked != [0, 1] {
             return Err(Failure::Wrong(format!("route points asked: {asked:?}")));
         }
-        for layer in 0..2 {
-            let want = rows(&pool, layer, &turned, &weight_values, &x_values, s.top_k);
-            let got = bytemuck::cast_slice(program.output(layer as usize));
-            worst = worst.max(live_error(got, &want, &turned, s.hidden));
+        let error = |layer: u32| {
+            let want = rows(pool, layer, &ids, &weights, &x, s.top_k);
+            live_error(bytemuck::cast_slice(self.program.output(layer as usize)), &want, &ids, s.hidden)
+        };
+        Ok(error(0).max(error(1)))
+    }
+
+    fn within_bound(&self, error: f64) -> Result<f64, Failure> {
+        let bound = if self.device.caps().precision == Precision::F32 { 1e-10 } else { 1e-4 };
+        if error > bound {
+            return Err(Failure::Wrong(format!("error {error:.2e}, bound {bound:.0e}")));
         }
+        Ok(error)
     }
-    let bound = if device.caps().precision == Precision::F32 { 1e-10 } else { 1e-4 };
-    if worst > bound {
-        return Err(Failure::Wrong(format!("error {worst:.2e}, bound {bound:.0e}")));
+}
+
+/// Replays with changing inputs and random answers.
+pub(super) fn run(case: &RouteCase, device: &dyn Backend) -> Result<f64, Failure> {
+    let mut layers = Layers::new(device, case.shape, case.n_slots)?;
+    let errors = (0..6).map(|round| layers.replay(round, case.choices)).collect::<Result<Vec<_>, _>>()?;
+    layers.within_bound(errors.into_iter().fold(0.0, f64::max))
+}
+
+/// A host that breaks off in the middle of a step, by an error or by unwinding, ends the step in time, and the next step is
+/// right again.
+pub(super) fn break_off(device: &dyn Backend) -> Result<f64, Failure> {
+    let shape = ExpertShape {
+        format: Format::Bf16,
+        pool: true,
+        n: 2,
+        hidden: 64,
+        intermediate: 48,
+        top_k: 2,
+        experts: 10,
+    };
+    let mut layers = Layers::new(device, shape, 10)?;
+    let mut worst = layers.replay(0, Choices { fetch: false, read_in_place: false, host: true })?;
+    for unwinds in [false, true] {
+        let start = Instant::now();
+        let mut serve = |ask: &RouteAsk<'_>, _: &mut RouteReply| {
+            if unwinds {
+                std::panic::resume_unwind(Box::new("the host is gone"));
+            }
+            Err(Error::StepFailed { layer: ask.layer, why: "the host gives up".into() })
+        };
+        let replayed = std::panic::catch_unwind(AssertUnwindSafe(|| layers.program.replay(&mut serve)));
+        if matches!(replayed, Ok(Ok(()))) {
+            return Err(Failure::Wrong("a step whose host broke off counts as done".into()));
+        }
+        if start.elapsed() > BREAK_OFF_LIMIT {
+            return Err(Failure::Wrong(format!("breaking off took {:.1} s", start.elapsed().as_secs_f64())));
+        }
+        worst = worst.max(layers.replay(1, Choices { fetch: false, read_in_place: false, host: true })?);
     }
-    Ok(worst)
+    layers.within_bound(worst)
 }
 
 fn answer(

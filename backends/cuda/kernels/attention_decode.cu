@@ -1,0 +1,244 @@
+// out[n, h] = softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for few rows: decode.
+//
+// q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16; block_table i32
+// [n_sequences, max_pages]. A block owns one row, up to HEADS query heads of one kv head (which share each key and value it
+// reads) and one of gridDim.x ranges of positions; the length is data, so blocks beyond it leave. LPT lanes hold a token's
+// head_dim = 8 * LPT dimensions, 8 each; each group of LPT lanes keeps its own running maximum and sum; groups, then warps,
+// are merged in the block. With several ranges the partial results go to scratch, and the last block of a (row, heads)
+// merges them; its counter is zero before and after. Arithmetic is f32. Bytes: the keys and values once. Bound by memory
+// bandwidth for long contexts, by latency for short ones.
+#include "common.cuh"
+
+constexpr int WARPS = 4;
+// Tokens whose keys a lane has under way together.
+constexpr int BATCH = 4;
+// Ranges are a multiple of this many tokens.
+constexpr u32 RANGE_TOKENS = 32;
+constexpr u32 MAX_RANGES = 64;
+
+#define ATTENTION_ARGUMENTS                                                                                \
+  AttentionParams p, float *out, const float *q, const void *kv, const int *block_table,                   \
+      const int *sequences, const int *positions
+
+template <class E>
+__device__ __forceinline__ void load8(const typename E::Element* from, float (&out)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i += E::PER_16_BYTES) {
+    float part[E::PER_16_BYTES];
+    E::unpack(*(const uint4*)(from + i), part);
+#pragma unroll
+    for (int j = 0; j < E::PER_16_BYTES; j++) out[i + j] = part[j];
+  }
+}
+
+// Part of a softmax over scores in powers of two: the maximum, the sum below it and the mixed values.
+template <int HEADS>
+struct Softmax {
+  float max[HEADS], sum[HEADS], mixed[HEADS][8];
+};
+
+template <class E, int LPT, int HEADS>
+__device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32* counters) {
+  constexpr u32 D = 8 * LPT;
+  constexpr u32 TOKENS = 32 / LPT;  // of a warp at a time
+  typedef typename E::Element Element;
+  __shared__ float shared_mixed[WARPS][HEADS][D];
+  __shared__ float shared_max[WARPS][HEADS], shared_sum[WARPS][HEADS];
+
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const u32 row = blockIdx.z, range = blockIdx.x, n_ranges = gridDim.x;
+  const u32 group = p.n_heads / p.n_kv_heads;
+  const u32 blocks_per_group = (group + HEADS - 1) / HEADS;
+  const u32 kv_head = blockIdx.y / blocks_per_group;
+  const u32 first_in_group = blockIdx.y % blocks_per_group * HEADS;
+  const u32 first_head = kv_head * group + first_in_group;
+  const u32 n_heads = min((u32)HEADS, group - first_in_group);
+
+  const int sequence = sequences[row];
+  if (sequence < 0) {
+    if (range == 0) {
+      for (u32 i = threadIdx.x; i < n_heads * D; i += blockDim.x) out[((i64)row * p.n_heads + first_head) * D + i] = 0.0f;
+    }
+    return;
+  }
+  const u32 length = min((u32)positions[row] + 1, p.max_pages * PAGE_TOKENS);
+  const u32 tokens_per_range =
+      ((length + n_ranges - 1) / n_ranges + RANGE_TOKENS - 1) / RANGE_TOKENS * RANGE_TOKENS;
+  const u32 n_live = (length + tokens_per_range - 1) / tokens_per_range;
+  if (range >= n_live) return;
+  const u32 begin = range * tokens_per_range, end = min(begin + tokens_per_range, length);
+  const int* pages = block_table + (i64)sequence * p.max_pages;
+
+  const u32 dimension = lane % LPT * 8;
+  float query[HEADS][8];
+  Softmax<HEADS> state;
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    const u32 head = first_head + min((u32)h, n_heads - 1);
+    const float* from = q + ((i64)row * p.n_heads + head) * D + dimension;
+    load8<F32>(from, query[h]);
+    state.max[h] = NEG_INFINITY;
+    state.sum[h] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      query[h][i] *= p.scale * LOG2_E;
+      state.mixed[h][i] = 0.0f;
+    }
+  }
+
+  const i64 value_offset = (i64)p.n_kv_heads * PAGE_TOKENS * D;
+  for (u32 first = begin + warp * BATCH * TOKENS; first < end; first += WARPS * BATCH * TOKENS) {
+    const Element* keys[BATCH];
+    bool live[BATCH];
+    float scores[BATCH][HEADS];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      u32 token = first + b * TOKENS + lane / LPT;
+      live[b] = token < end;
+      token = min(token, end - 1);
+      const i64 page = pages[token / PAGE_TOKENS];
+      keys[b] = (const Element*)kv + ((page * 2 * p.n_kv_heads + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS) * D +
+                dimension;
+    }
+    float top[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) top[h] = state.max[h];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      float key[8];
+      load8<E>(keys[b], key);
+#pragma unroll
+      for (int h = 0; h < HEADS; h++) {
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) score += query[h][i] * key[i];
+#pragma unroll
+        for (int lanes = LPT / 2; lanes > 0; lanes /= 2) score += __shfl_xor_sync(FULL_WARP, score, lanes);
+        scores[b][h] = live[b] ? score : NEG_INFINITY;
+        top[h] = fmaxf(top[h], scores[b][h]);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+      const float shrink = exp2_below(state.max[h], top[h]);
+      state.max[h] = top[h];
+      state.sum[h] *= shrink;
+#pragma unroll
+      for (int i = 0; i < 8; i++) state.mixed[h][i] *= shrink;
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      float value[8];
+      load8<E>(keys[b] + value_offset, value);
+#pragma unroll
+      for (int h = 0; h < HEADS; h++) {
+        const float weight = exp2_below(scores[b][h], state.max[h]);
+        state.sum[h] += weight;
+#pragma unroll
+        for (int i = 0; i < 8; i++) state.mixed[h][i] += weight * value[i];
+      }
+    }
+  }
+
+  // Groups of a warp, then warps of the block.
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    float max = state.max[h];
+#pragma unroll
+    for (int lanes = LPT; lanes < 32; lanes *= 2) max = fmaxf(max, __shfl_xor_sync(FULL_WARP, max, lanes));
+    const float shrink = exp2_below(state.max[h], max);
+    float sum = state.sum[h] * shrink;
+#pragma unroll
+    for (int lanes = LPT; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lanes);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      float mixed = state.mixed[h][i] * shrink;
+#pragma unroll
+      for (int lanes = LPT; lanes < 32; lanes *= 2) mixed += __shfl_xor_sync(FULL_WARP, mixed, lanes);
+      if (lane < LPT) shared_mixed[warp][h][dimension + i] = mixed;
+    }
+    if (lane == 0) {
+      shared_max[warp][h] = max;
+      shared_sum[warp][h] = sum;
+    }
+  }
+  __syncthreads();
+
+  // [head of the row][range] of (D mixed values, maximum, sum, two of padding)
+  constexpr u32 RECORD = D + 4;
+  const i64 first_record = ((i64)row * p.n_heads + first_head) * n_ranges;
+  for (u32 i = threadIdx.x; i < n_heads * D; i += blockDim.x) {
+    const u32 h = i / D, d = i % D;
+    float max = NEG_INFINITY, sum = 0.0f, mixed = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) max = fmaxf(max, shared_max[w][h]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float shrink = exp2_below(shared_max[w][h], max);
+      sum += shared_sum[w][h] * shrink;
+      mixed += shared_mixed[w][h][d] * shrink;
+    }
+    if (n_live == 1) {
+      out[((i64)row * p.n_heads + first_head + h) * D + d] = mixed / sum;
+    } else {
+      float* record = partial + (first_record + (i64)h * n_ranges + range) * RECORD;
+      record[d] = mixed;
+      if (d == 0) {
+        record[D] = max;
+        record[D + 1] = sum;
+      }
+    }
+  }
+  if (n_live == 1 || !is_last_block(counters + row * gridDim.y + blockIdx.y, n_live)) return;
+
+  // What each range weighs in each head, then the ranges' values.
+  __shared__ float weights[HEADS][MAX_RANGES];
+  const float* records = partial + first_record * RECORD;
+  for (u32 h = warp; h < n_heads; h += WARPS) {
+    float maxima[2], sums[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      const u32 r = i * 32 + lane;
+      const float* record = records + (i64)(h * n_ranges + min(r, n_live - 1)) * RECORD;
+      maxima[i] = r < n_live ? record[D] : NEG_INFINITY;
+      sums[i] = r < n_live ? record[D + 1] : 0.0f;
+    }
+    const float max = warp_max(fmaxf(maxima[0], maxima[1]));
+    const float shrink[2] = {exp2_below(maxima[0], max), exp2_below(maxima[1], max)};
+    const float sum = warp_sum(sums[0] * shrink[0] + sums[1] * shrink[1]);
+    weights[h][lane] = shrink[0] / sum;
+    weights[h][32 + lane] = shrink[1] / sum;
+  }
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < n_heads * D / 4; i += blockDim.x) {
+    const u32 h = i / (D / 4), d = i % (D / 4) * 4;
+    float4 mixed = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (u32 r = 0; r < n_live; r++) {
+      const float4 v = *(const float4*)(records + (i64)(h * n_ranges + r) * RECORD + d);
+      const float weight = weights[h][r];
+      mixed.x += weight * v.x;
+      mixed.y += weight * v.y;
+      mixed.z += weight * v.z;
+      mixed.w += weight * v.w;
+    }
+    *(float4*)(out + ((i64)row * p.n_heads + first_head + h) * D + d) = mixed;
+  }
+}
+
+#define ATTENTION_DECODE(name, E, D, HEADS)                                                                 \
+  extern "C" __global__ void __launch_bounds__(128)                                                         \
+      attention_decode_##name##_d##D##_h##HEADS(ATTENTION_ARGUMENTS, float* partial, u32* counters) {       \
+    attend<E, D / 8, HEADS>(p, out, q, kv, block_table, sequences, positions, partial, counters);           \
+  }
+
+ATTENTION_DECODE(f32, F32, 64, 4)
+ATTENTION_DECODE(f32, F32, 128, 4)
+ATTENTION_DECODE(f32, F32, 256, 4)
+ATTENTION_DECODE(bf16, Bf16, 64, 1)
+ATTENTION_DECODE(bf16, Bf16, 64, 4)
+ATTENTION_DECODE(bf16, Bf16, 64, 8)
+ATTENTION_DECODE(bf16, Bf16, 128, 1)
+ATTENTION_DECODE(bf16, Bf16, 128, 4)
+ATTENTION_DECODE(bf16, Bf16, 128, 8)
+ATTENTION_DECODE(bf16, Bf16, 256, 4)

@@ -1,0 +1,156 @@
+// parts[n, k, :] = weights[n, k] * down . (silu(gate . x[n]) * (up . x[n])) with the matrices of expert ids[n, k], for at most
+// 16 rows: decode, in two kernels with `inner` between them.
+//
+// x f32 [n_rows, hidden]; ids i32 and weights f32 [n_rows, top_k]; inner f32 [n_rows * top_k, intermediate], scratch; parts
+// f32 [n_rows, top_k, hidden]; table i32 [n_experts], the slot of each expert. Blocks in y stand for routes: a warp whose
+// route is not the first of its expert has nothing to do, the first one multiplies all rows of that expert, so that a weight
+// is read once. Routes with id -1 and experts without a slot write nothing.
+// Bytes: each distinct expert once. Bound by memory bandwidth.
+#include "dot.cuh"
+#include "expert_mlp_place.cuh"
+
+#define EXPERT_ARGUMENTS                                                                               \
+  ExpertMlpParams p, ExpertPlace place, const int *ids, const int *table, const u64 *chunks
+
+constexpr int WARPS = 4;
+constexpr int MAX_ROWS = 16;
+
+// The routes of the expert of `route`, into `list`: their number, or 0 where an earlier route takes care of them.
+template <int N>
+__device__ __forceinline__ u32 routes_of(const ExpertMlpParams& p, const int* ids, int id, u32 route, u32* list) {
+  const u32 lane = threadIdx.x % 32, n_routes = p.n_rows * p.top_k;
+  if (N == 1) {
+    if (lane == 0) list[0] = route;
+    __syncwarp();
+    return 1;
+  }
+  u32 count = 0;
+  for (u32 start = 0; start < n_routes; start += 32) {
+    const u32 other = start + lane;
+    const bool same = other < n_routes && ids[other] == id;
+    const u32 mask = __ballot_sync(FULL_WARP, same);
+    if (__any_sync(FULL_WARP, same && other < route)) return 0;
+    const u32 place = count + __popc(mask & ((1u << lane) - 1));
+    if (same && place < MAX_ROWS) list[place] = other;
+    count += __popc(mask);
+  }
+  __syncwarp();
+  return min(count, (u32)MAX_ROWS);
+}
+
+template <class W, int N, int U>
+__device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const float* x) {
+  __shared__ u32 lists[WARPS][MAX_ROWS];
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, route = blockIdx.y;
+  const u32 first = (blockIdx.x * WARPS + warp) * 2;
+  const int id = ids[route];
+  if (id < 0 || first >= p.intermediate) return;
+  const int slot = table[id];
+  if (slot < 0) return;
+  const u32 n_live = routes_of<N>(p, ids, id, route, lists[warp]);
+  if (n_live == 0) return;
+  const u8* record = record_of(place, chunks, slot);
+  const void* w[4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    const u32 row = min(first + r % 2, p.intermediate - 1);
+    w[r] = (const typename W::Element*)(record + (r < 2 ? 0 : place.up_bytes)) + (i64)row * p.hidden;
+  }
+  const float* from[N];
+#pragma unroll
+  for (int n = 0; n < N; n++) from[n] = x + (i64)(lists[warp][min((u32)n, n_live - 1)] / p.top_k) * p.hidden;
+  float sums[4][N], squares[N];
+  dot_rows<W, N, 4, U, false>(w, from, n_live, nullptr, 0, p.hidden, sums, squares);
+  // Lane 2 n + r takes column r of row n.
+  float gate = 0.0f, up = 0.0f;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      gate = lane == (u32)(2 * n + r) ? sums[r][n] : gate;
+      up = lane == (u32)(2 * n + r) ? sums[r + 2][n] : up;
+    }
+  }
+  const u32 n = lane / 2, column = first + lane % 2;
+  if (n < n_live && column < p.intermediate) inner[(i64)lists[warp][n] * p.intermediate + column] = silu(gate) * up;
+}
+
+template <class W, int N, int U>
+__device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) {
+  __shared__ u32 lists[WARPS][MAX_ROWS];
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, route = blockIdx.y;
+  const u32 first = (blockIdx.x * WARPS + warp) * 4;
+  const int id = ids[route];
+  if (id < 0 || first >= p.hidden) return;
+  const int slot = table[id];
+  if (slot < 0) return;
+  const u32 n_live = routes_of<N>(p, ids, id, route, lists[warp]);
+  if (n_live == 0) return;
+  const u8* record = record_of(place, chunks, slot) + place.down_bytes;
+  const void* w[4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    w[r] = (const typename W::Element*)record + (i64)min(first + r, p.hidden - 1) * p.intermediate;
+  }
+  const float* from[N];
+#pragma unroll
+  for (int n = 0; n < N; n++) from[n] = inner + (i64)lists[warp][min((u32)n, n_live - 1)] * p.intermediate;
+  float sums[4][N], squares[N];
+  dot_rows<W, N, 4, U, false>(w, from, n_live, nullptr, 0, p.intermediate, sums, squares);
+  // Lane 4 n + r takes column r of row n, and of row n + 8.
+  constexpr int PER_LANE = (N * 4 + 31) / 32;
+  float mine[PER_LANE] = {};
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) mine[n / 8] = lane == (u32)(n % 8 * 4 + r) ? sums[r][n] : mine[n / 8];
+  }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const u32 n = i * 8 + lane / 4, column = first + lane % 4;
+    if (n >= n_live || column >= p.hidden) continue;
+    const u32 to = lists[warp][n];
+    parts[(i64)to * p.hidden + column] = weights[to] * mine[i];
+  }
+}
+
+#define EXPERT_GEMV(name, W, N, U_UP, U_DOWN)                                                               \
+  extern "C" __global__ void __launch_bounds__(128)                                                         \
+      expert_gate_up_##name##_n##N(EXPERT_ARGUMENTS, float* inner, const float* x) {                        \
+    gate_up<W, N, U_UP>(p, place, ids, table, chunks, inner, x);                                            \
+  }                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(128)                                                         \
+      expert_down_##name##_n##N(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) { \
+    down<W, N, U_DOWN>(p, place, ids, table, chunks, parts, inner, weights);                                \
+  }
+
+EXPERT_GEMV(f32, F32, 1, 2, 3)
+EXPERT_GEMV(f32, F32, 16, 1, 1)
+EXPERT_GEMV(bf16, Bf16, 1, 2, 3)
+EXPERT_GEMV(bf16, Bf16, 4, 2, 3)
+EXPERT_GEMV(bf16, Bf16, 16, 1, 1)
+EXPERT_GEMV(f16, F16, 1, 2, 3)
+
+// Rows of any width: a warp owns one column of one route.
+extern "C" __global__ void __launch_bounds__(128)
+    expert_gate_up_any(EXPERT_ARGUMENTS, float* inner, const float* x, u32 format) {
+  const u32 route = blockIdx.y, c = blockIdx.x * WARPS + threadIdx.x / 32;
+  const int id = ids[route];
+  if (id < 0 || c >= p.intermediate || table[id] < 0) return;
+  const u8* record = record_of(place, chunks, table[id]);
+  const float* from = x + (i64)(route / p.top_k) * p.hidden;
+  const float gate = dot_unaligned(record, format, (i64)c * p.hidden, from, p.hidden);
+  const float up = dot_unaligned(record + place.up_bytes, format, (i64)c * p.hidden, from, p.hidden);
+  if (threadIdx.x % 32 == 0) inner[(i64)route * p.intermediate + c] = silu(gate) * up;
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    expert_down_any(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights, u32 format) {
+  const u32 route = blockIdx.y, c = blockIdx.x * WARPS + threadIdx.x / 32;
+  const int id = ids[route];
+  if (id < 0 || c >= p.hidden || table[id] < 0) return;
+  const u8* record = record_of(place, chunks, table[id]) + place.down_bytes;
+  const float* from = inner + (i64)route * p.intermediate;
+  const float v = dot_unaligned(record, format, (i64)c * p.intermediate, from, p.intermediate);
+  if (threadIdx.x % 32 == 0) parts[(i64)route * p.hidden + c] = weights[route] * v;
+}

@@ -1,0 +1,182 @@
+//! Launches of [`ExpertMlp`]: two kernels that read each expert once for up to 16 rows; routes sorted by expert and grouped
+//! tiles for more, on tensor cores where precision and format allow it.
+
+use bytemuck::{Pod, Zeroable};
+use freetoken_backend::{ExpertMlp, Experts, Format, OpSpec, Precision};
+
+use super::{
+    MAX_DECODE_ROWS, Scratch, by_format, format, is_aligned, launch, matmul::mma_shared_bytes, params,
+};
+use crate::launch::{Arg, Launch, Unsupported};
+
+/// Experts that one block can sort.
+const MAX_SORTED_EXPERTS: u32 = 1024;
+/// Warps of a decode block.
+const WARPS: u32 = 4;
+/// Rows of an f32 tile.
+const TILE: u32 = 64;
+
+/// How kernels find records: `ExpertPlace` of the kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct RecordPlace {
+    slots_per_chunk: u32,
+    record_bytes: u32,
+    up_bytes: u32,
+    down_bytes: u32,
+}
+
+/// Where records are found.
+struct Place {
+    /// i32 `[n_experts]`: the slot of each expert; routes to experts with -1 keep what is in their part.
+    table: Arg,
+    /// u64 `[n_chunks]`: device addresses of chunks.
+    chunks: Arg,
+}
+
+pub(super) fn launches(op: &ExpertMlp, precision: Precision) -> Result<(Vec<Launch>, usize), Unsupported> {
+    let Experts::Pool { pool, layer } = &op.experts else {
+        return Err(Unsupported("experts in place need host memory".into()));
+    };
+    let row = pool.entry(*layer, 0) * 4;
+    let place = Place {
+        table: Arg::View(pool.table.slice(row..row + 4 * pool.n_experts)),
+        chunks: Arg::ChunkTable(pool.clone()),
+    };
+    let record = &pool.record;
+    let Ok(record_bytes) = u32::try_from(record.bytes) else {
+        return Err(Unsupported(format!("an expert of {} bytes; at most 4 GiB", record.bytes)));
+    };
+    let records = RecordPlace {
+        slots_per_chunk: pool.slots_per_chunk as u32,
+        record_bytes,
+        up_bytes: record.up().start as u32,
+        down_bytes: record.down.start as u32,
+    };
+    let p = &op.p;
+    let head = vec![params(op.params()), params(bytemuck::bytes_of(&records))];
+    let vectors = p.hidden.is_multiple_of(8) && p.intermediate.is_multiple_of(8) && is_aligned(&op.x);
+    if p.n_rows <= MAX_DECODE_ROWS {
+        return Ok(decode(op, record.format, &place, head, vectors));
+    }
+    if p.n_experts > MAX_SORTED_EXPERTS {
+        return Err(Unsupported(format!("{} experts; at most {MAX_SORTED_EXPERTS}", p.n_experts)));
+    }
+    let mma =
+        precision == Precision::Auto && record.format == Format::Bf16 && vectors && is_aligned(&op.parts);
+    Ok(prefill(op, record.format, &place, head, mma))
+}
+
+fn decode(
+    op: &ExpertMlp,
+    of: Format,
+    place: &Place,
+    mut args: Vec<Arg>,
+    vectors: bool,
+) -> (Vec<Launch>, usize) {
+    let p = &op.p;
+    let n_routes = p.n_rows * p.top_k;
+    let mut scratch = Scratch::default();
+    let inner = scratch.place(4 * n_routes as usize * p.intermediate as usize);
+    args.extend([Arg::View(op.ids.clone()), place.table.clone(), place.chunks.clone()]);
+    let mut up_args = args.clone();
+    up_args.extend([inner.clone(), Arg::View(op.x.clone())]);
+    let mut down_args = args;
+    down_args.extend([Arg::View(op.parts.clone()), inner, Arg::View(op.weights.clone())]);
+    if !vectors || (of == Format::F16 && p.n_rows > 1) {
+        up_args.push(format(of));
+        down_args.push(format(of));
+        let grid = |columns: u32| [columns.div_ceil(WARPS), n_routes, 1];
+        let launches = vec![
+            launch("expert_gate_up_any", grid(p.intermediate), 32 * WARPS, up_args),
+            launch("expert_down_any", grid(p.hidden), 32 * WARPS, down_args),
+        ];
+        return (launches, scratch.bytes);
+    }
+    macro_rules! names {
+        ($of:literal, $n:literal) => {
+            (concat!("expert_gate_up_", $of, "_n", $n), concat!("expert_down_", $of, "_n", $n))
+        };
+    }
+    let (up, down) = match (of, p.n_rows) {
+        (Format::F32, 0..=1) => names!("f32", 1),
+        (Format::F32, _) => names!("f32", 16),
+        (Format::Bf16, 0..=1) => names!("bf16", 1),
+        (Format::Bf16, 2..=4) => names!("bf16", 4),
+        (Format::Bf16, _) => names!("bf16", 16),
+        (Format::F16, _) => names!("f16", 1),
+    };
+    let grid = |columns: u32, per_warp: u32| [columns.div_ceil(WARPS * per_warp), n_routes, 1];
+    let launches = vec![
+        launch(up, grid(p.intermediate, 2), 32 * WARPS, up_args),
+        launch(down, grid(p.hidden, 4), 32 * WARPS, down_args),
+    ];
+    (launches, scratch.bytes)
+}
+
+fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: bool) -> (Vec<Launch>, usize) {
+    let p = &op.p;
+    let n_routes = p.n_rows * p.top_k;
+    let rows = if mma { mma_rows(n_routes, p.n_experts) } else { TILE };
+    let max_tiles = n_routes / rows + n_routes.min(p.n_experts);
+    let mut scratch = Scratch::default();
+    let n_tiles = scratch.place(4);
+    let tiles = scratch.place(16 * max_tiles as usize);
+    let order = scratch.place(4 * n_routes as usize);
+    let inner = scratch.place(if mma { 2 } else { 4 } * n_routes as usize * p.intermediate as usize);
+    let sort = vec![
+        args[0].clone(),
+        n_tiles.clone(),
+        tiles.clone(),
+        order.clone(),
+        Arg::View(op.ids.clone()),
+        place.table.clone(),
+        Arg::U32(rows),
+    ];
+    let mut launches = vec![launch("expert_sort", [1, 1, 1], 1024, sort)];
+    let x = if mma {
+        let x = scratch.place(2 * p.n_rows as usize * p.hidden as usize);
+        let round = vec![
+            x.clone(),
+            Arg::View(op.x.clone()),
+            Arg::Null,
+            Arg::Null,
+            Arg::U32(0),
+            Arg::U32(p.hidden),
+            Arg::U32(0),
+        ];
+        launches.push(launch("prepare_bf16", [p.n_rows, 1, 1], 256, round));
+        x
+    } else {
+        Arg::View(op.x.clone())
+    };
+    args.extend([n_tiles, tiles, order, place.chunks.clone()]);
+    let mut up_args = args.clone();
+    up_args.extend([inner.clone(), x]);
+    let mut down_args = args;
+    down_args.extend([Arg::View(op.parts.clone()), inner, Arg::View(op.weights.clone())]);
+    if mma {
+        let (up, down) = match rows {
+            64 => ("expert_mma_gate_up_64", "expert_mma_down_64"),
+            _ => ("expert_mma_gate_up_128", "expert_mma_down_128"),
+        };
+        let tiled = |kernel, columns: u32, args| Launch {
+            shared_bytes: mma_shared_bytes(rows),
+            ..launch(kernel, [columns, max_tiles, 1], 256, args)
+        };
+        launches.push(tiled(up, p.intermediate.div_ceil(64), up_args));
+        launches.push(tiled(down, p.hidden.div_ceil(128), down_args));
+    } else {
+        let up =
+            by_format(of, ["expert_tile_gate_up_f32", "expert_tile_gate_up_bf16", "expert_tile_gate_up_f16"]);
+        let down = by_format(of, ["expert_tile_down_f32", "expert_tile_down_bf16", "expert_tile_down_f16"]);
+        launches.push(launch(up, [max_tiles, p.intermediate.div_ceil(TILE / 2), 1], 256, up_args));
+        launches.push(launch(down, [max_tiles, p.hidden.div_ceil(TILE), 1], 256, down_args));
+    }
+    (launches, scratch.bytes)
+}
+
+/// Rows of a tensor-core tile: 64 where most experts have few routes.
+fn mma_rows(n_routes: u32, n_experts: u32) -> u32 {
+    if n_routes / n_experts.max(1) <= 96 { 64 } else { 128 }
+}

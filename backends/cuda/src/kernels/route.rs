@@ -1,0 +1,65 @@
+//! Launches of [`Route`]: one kernel for up to 16 rows; norm, product and choice for more.
+
+use freetoken_backend::{Format, OpSpec, Route};
+
+use super::{MAX_DECODE_ROWS, Scratch, format, is_aligned, launch, matmul::plain_tiles, params};
+use crate::launch::{Arg, Launch, Unsupported};
+
+/// Experts that one warp can choose from.
+const MAX_EXPERTS: u32 = 512;
+/// Warps of a block.
+const WARPS: u32 = 4;
+
+pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> {
+    let p = &op.p;
+    if p.n_experts > MAX_EXPERTS {
+        return Err(Unsupported(format!("{} experts; at most {MAX_EXPERTS}", p.n_experts)));
+    }
+    let mut scratch = Scratch::default();
+    let logits = scratch.place(4 * p.n_rows as usize * p.n_experts as usize);
+    let view = |view: &freetoken_backend::View| Arg::View(view.clone());
+    let vectors = p.hidden.is_multiple_of(8)
+        && op.norm.format != Format::F16
+        && [&op.x, &op.router.view, &op.norm.view].into_iter().all(is_aligned);
+    let decode = match (op.router.format, p.n_rows) {
+        (Format::F32, 0..=1) => Some("route_f32_n1"),
+        (Format::F32, 2..=MAX_DECODE_ROWS) => Some("route_f32_n16"),
+        (Format::Bf16, 0..=1) => Some("route_bf16_n1"),
+        (Format::Bf16, 2..=MAX_DECODE_ROWS) => Some("route_bf16_n16"),
+        _ => None,
+    };
+    if let Some(kernel) = decode.filter(|_| vectors) {
+        let args = vec![
+            params(op.params()),
+            view(&op.ids),
+            view(&op.weights),
+            view(&op.normed),
+            view(&op.x),
+            view(&op.norm.view),
+            view(&op.router.view),
+            view(&op.sequences),
+            logits,
+            Arg::Counters,
+            format(op.norm.format),
+        ];
+        let grid = [p.n_experts.div_ceil(WARPS), 1, 1];
+        return Ok((vec![launch(kernel, grid, 32 * WARPS, args)], scratch.bytes));
+    }
+    let norm = vec![
+        view(&op.normed),
+        view(&op.x),
+        Arg::Null,
+        view(&op.norm.view),
+        format(op.norm.format),
+        Arg::U32(p.hidden),
+        Arg::U32(p.eps.to_bits()),
+    ];
+    let choose =
+        vec![params(op.params()), view(&op.ids), view(&op.weights), logits.clone(), view(&op.sequences)];
+    let launches = vec![
+        launch("prepare_f32", [p.n_rows, 1, 1], 256, norm),
+        plain_tiles(p.n_rows, view(&op.normed), &op.router, logits),
+        launch("route_choose", [p.n_rows.div_ceil(WARPS), 1, 1], 32 * WARPS, choose),
+    ];
+    Ok((launches, scratch.bytes))
+}

@@ -1,0 +1,65 @@
+//! Ops of one small kernel, and the plain read that benches compare with.
+
+use freetoken_backend::{Combine, EditLogits, Embed, Format, OpSpec, RopeCache, View};
+
+use super::{format, launch, optional, params};
+use crate::launch::{Arg, CardFacts, Launch, Unsupported};
+
+pub(super) fn embed(op: &Embed) -> Launch {
+    let args = vec![
+        params(op.params()),
+        Arg::View(op.out.clone()),
+        Arg::View(op.ids.clone()),
+        Arg::View(op.table.view.clone()),
+        format(op.table.format),
+    ];
+    launch("embed", [op.p.hidden.div_ceil(1024), op.p.n_rows, 1], 256, args)
+}
+
+pub(super) fn rope_cache(op: &RopeCache) -> Result<Launch, Unsupported> {
+    if op.kv.format == Format::F16 {
+        return Err(Unsupported("the cache is f32 or bf16".into()));
+    }
+    let p = &op.p;
+    let (q_norm, q_norm_format) = optional(op.q_norm.as_ref());
+    let (k_norm, k_norm_format) = optional(op.k_norm.as_ref());
+    let args = vec![
+        params(op.params()),
+        Arg::View(op.q.clone()),
+        Arg::View(op.kv.view.clone()),
+        Arg::View(op.qkv.clone()),
+        q_norm,
+        k_norm,
+        Arg::View(op.rotary.clone()),
+        Arg::View(op.positions.clone()),
+        Arg::View(op.kv_slots.clone()),
+        format(op.kv.format),
+        q_norm_format,
+        k_norm_format,
+        Arg::U32(op.kv.n_pages as u32),
+    ];
+    Ok(launch("rope_cache", [(p.n_heads + 2 * p.n_kv_heads).div_ceil(4), p.n_rows, 1], 128, args))
+}
+
+pub(super) fn combine(op: &Combine) -> Launch {
+    let args = vec![
+        params(op.params()),
+        Arg::View(op.x.clone()),
+        Arg::View(op.parts.clone()),
+        Arg::View(op.ids.clone()),
+    ];
+    launch("combine", [op.p.hidden.div_ceil(128), op.p.n_rows, 1], 128, args)
+}
+
+pub(super) fn edit_logits(op: &EditLogits) -> Launch {
+    let args = vec![params(op.params()), Arg::View(op.logits.clone()), Arg::View(op.edits.clone())];
+    launch("edit_logits", [1, 1, 1], 1024, args)
+}
+
+/// Reads a view once. Its word of scratch is written only if the view's words cancel out to this very number.
+pub(crate) fn read(view: &View, card: &CardFacts) -> Launch {
+    const NEVER: u32 = 0x9e37_79b9;
+    let n_vectors = (view.bytes() / 16) as u32;
+    let args = vec![Arg::Scratch(0), Arg::View(view.clone()), Arg::U32(n_vectors), Arg::U32(NEVER)];
+    launch("read", [4 * card.sms, 1, 1], 512, args)
+}

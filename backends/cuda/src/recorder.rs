@@ -1,0 +1,230 @@
+//! From ops to work: which kernels an op is, what they point to, and how much scratch they need.
+
+use std::{
+    ops::Range,
+    sync::{Arc, Weak},
+};
+
+use freetoken_backend::{Error, ExpertPool, Experts, Op, Result, Stage, View};
+
+use crate::{
+    Cuda, State,
+    args::Args,
+    driver::{Driver, Kernel, Shape, Span},
+    kernels,
+    launch::{Arg, Launch, N_COUNTERS},
+    memory::{self, CudaMemory, Device},
+    modules::Modules,
+    program::{CudaProgram, Part},
+    route_point::{Desk, Point},
+    segment::{Segment, Work},
+    staging::Staging,
+};
+
+/// Outputs lie at multiples of this many bytes of their pinned memory.
+const OUTPUT_ALIGN: usize = 256;
+
+/// The kernels of an op and the scratch they share.
+pub(crate) struct Plan {
+    pub(crate) launches: Vec<Launch>,
+    pub(crate) scratch_bytes: usize,
+}
+
+/// Plans an op. The error says what this backend lacks.
+pub(crate) fn plan(cuda: &Cuda, op: &Op) -> Result<Plan> {
+    let unsupported = |why: String| Error::Unsupported { backend: "cuda", op: op.name(), why };
+    if matches!(op, Op::ExpertMlp(mlp) if matches!(mlp.experts, Experts::InPlace(_))) {
+        return Err(unsupported("experts lie in a pool here".into()));
+    }
+    let planned = kernels::launches(op, cuda.precision(), cuda.facts());
+    let (launches, scratch_bytes) = planned.map_err(|why| unsupported(why.0))?;
+    Ok(Plan { launches, scratch_bytes })
+}
+
+/// The chunk addresses of each pool that a kernel was given, on the device, for as long as the pool lives.
+#[derive(Default)]
+pub(crate) struct ChunkTables(Vec<(Weak<ExpertPool>, CudaMemory)>);
+
+impl ChunkTables {
+    fn of(&mut self, device: &Arc<Device>, staging: &mut Staging, pool: &Arc<ExpertPool>) -> Result<Span> {
+        if let Some((_, table)) = self.0.iter().find(|(known, _)| known.as_ptr() == Arc::as_ptr(pool)) {
+            return Ok(table.span());
+        }
+        self.0.retain(|(known, _)| known.strong_count() > 0);
+        let addresses: Vec<u64> =
+            pool.chunks.iter().map(|chunk| memory::span(&chunk.whole()).address()).collect();
+        let table = device.alloc(addresses.len() * size_of::<u64>())?;
+        staging.write(device, table.span(), bytemuck::cast_slice(&addresses))?;
+        let span = table.span();
+        self.0.push((Arc::downgrade(pool), table));
+        Ok(span)
+    }
+}
+
+/// What the work of an op points to besides its views.
+pub(crate) struct Resolver<'a> {
+    device: &'a Arc<Device>,
+    modules: &'a mut Modules,
+    staging: &'a mut Staging,
+    chunk_tables: &'a mut ChunkTables,
+    counters: Span,
+    scratch: Span,
+}
+
+impl<'a> Resolver<'a> {
+    /// For work that uses this scratch.
+    pub(crate) fn new(device: &'a Arc<Device>, state: &'a mut State, scratch: Span) -> Self {
+        let State { modules, staging, chunk_tables, counters, .. } = state;
+        Resolver { device, modules, staging, chunk_tables, counters: counters.span(), scratch }
+    }
+
+    /// The work of a planned op.
+    pub(crate) fn work(&mut self, plan: Plan) -> Result<impl Iterator<Item = Work>> {
+        let launches: Result<Vec<Work>> = plan.launches.iter().map(|launch| self.launch(launch)).collect();
+        Ok(launches?.into_iter())
+    }
+
+    fn launch(&mut self, launch: &Launch) -> Result<Work> {
+        let kernel = self.modules.kernel(&self.device.driver, launch)?;
+        let args = Args::pack(&launch.args, |arg| self.address(arg))?;
+        check_params(&self.device.driver, launch.kernel, &kernel, &args)?;
+        let Launch { grid, block, shared_bytes, .. } = *launch;
+        Ok(Work::Launch { kernel, shape: Shape { grid, block, shared_bytes }, args })
+    }
+
+    fn address(&mut self, arg: &Arg) -> Result<u64> {
+        Ok(match arg {
+            Arg::View(view) => memory::span(view).address(),
+            Arg::ChunkTable(pool) => self.chunk_tables.of(self.device, self.staging, pool)?.address(),
+            Arg::Scratch(start) => self.scratch.slice(*start..self.scratch.bytes()).address(),
+            Arg::Counters => self.counters.address(),
+            Arg::Null => 0,
+            Arg::Params(_) | Arg::U32(_) => unreachable!("passed by value"),
+        })
+    }
+}
+
+/// Asserts that a kernel declares as many parameters as it is given, each of that size.
+fn check_params(driver: &Driver, name: &str, kernel: &Kernel, args: &Args) -> Result<()> {
+    let mut given = 0;
+    for (i, arg) in args.iter().enumerate() {
+        let declared = driver.param_bytes(kernel, i)?;
+        assert_eq!(declared, Some(arg.len()), "`{name}`: bytes of parameter {i}");
+        given = i + 1;
+    }
+    assert_eq!(driver.param_bytes(kernel, given)?, None, "`{name}` is given {given} parameters");
+    Ok(())
+}
+
+/// Memory of [`Arg::Counters`].
+pub(crate) fn counters(device: &Arc<Device>) -> Result<CudaMemory> {
+    device.alloc(N_COUNTERS * size_of::<u32>())
+}
+
+/// Queues ops in the compute stream.
+pub(crate) fn run(cuda: &Cuda, state: &mut State, ops: &[Op]) -> Result<()> {
+    let device = cuda.device();
+    for op in ops {
+        op.check();
+        let plan = plan(cuda, op)?;
+        if state.scratch.span().bytes() < plan.scratch_bytes {
+            state.scratch = device.alloc(plan.scratch_bytes)?;
+        }
+        let scratch = state.scratch.span();
+        for work in Resolver::new(device, state, scratch).work(plan)? {
+            work.queue(device)?;
+        }
+    }
+    Ok(())
+}
+
+/// A stage with its kernels, before it is known where they find their scratch.
+enum Planned {
+    Ops(Vec<Plan>),
+    Route { point: Box<Point>, question: [(Span, Span); 4], experts: Plan },
+}
+
+/// Makes a program.
+pub(crate) fn record(
+    cuda: &Cuda,
+    state: &mut State,
+    stages: &[Stage],
+    outputs: &[View],
+) -> Result<CudaProgram> {
+    let device = cuda.device();
+    let points = stages.iter().filter_map(|stage| match stage {
+        Stage::Route(point) => Some(&point.mlp),
+        Stage::Ops(_) => None,
+    });
+    for point in points.clone() {
+        assert!(matches!(point.experts, Experts::Pool { .. }), "a route point has a pool");
+    }
+    let desk = Desk::new(device, points)?;
+    let mut scratch_bytes = 0;
+    let mut plan_one = |op: &Op| -> Result<Plan> {
+        op.check();
+        let plan = plan(cuda, op)?;
+        scratch_bytes = scratch_bytes.max(plan.scratch_bytes);
+        Ok(plan)
+    };
+    let mut planned = Vec::new();
+    for stage in stages {
+        planned.push(match stage {
+            Stage::Ops(ops) => Planned::Ops(ops.iter().map(&mut plan_one).collect::<Result<_>>()?),
+            Stage::Route(route) => {
+                let desk = desk.as_ref().expect("made for the route points");
+                Op::from(route.mlp.clone()).check();
+                let point = Box::new(Point::new(device, &route.mlp, desk));
+                let question = point.question(&route.mlp, desk);
+                let experts = plan_one(&point.mlp.clone().into())?;
+                Planned::Route { point, question, experts }
+            }
+        });
+    }
+    let scratch = device.alloc(scratch_bytes)?;
+    let (landing, places) = landing(device, outputs)?;
+    let mut resolver = Resolver::new(device, state, scratch.span());
+    let mut parts = Vec::new();
+    let mut work = Vec::new();
+    for stage in planned {
+        match stage {
+            Planned::Ops(plans) => {
+                for plan in plans {
+                    work.extend(resolver.work(plan)?);
+                }
+            }
+            Planned::Route { point, question, experts } => {
+                work.extend(question.map(|(dst, src)| Work::Copy { dst, src }));
+                parts.push(Part::Segment(Segment::new(
+                    device,
+                    cuda.submission(),
+                    std::mem::take(&mut work),
+                )?));
+                let (dst, src) = point.answer(desk.as_ref().expect("made for the route points"));
+                let experts =
+                    std::iter::once(Work::Copy { dst, src }).chain(resolver.work(experts)?).collect();
+                let experts = Segment::new(device, cuda.submission(), experts)?;
+                parts.push(Part::Route { point, experts });
+            }
+        }
+    }
+    work.extend(outputs.iter().zip(&places).map(|(view, place)| Work::Copy {
+        dst: landing.span().slice(place.clone()),
+        src: memory::span(view).slice(0..place.len()),
+    }));
+    parts.push(Part::Segment(Segment::new(device, cuda.submission(), work)?));
+    let kept = (stages.to_vec(), outputs.to_vec(), scratch);
+    CudaProgram::new(cuda.clone(), parts, desk, landing, places, kept)
+}
+
+/// Pinned memory for the outputs, and the bytes of each in it.
+fn landing(device: &Arc<Device>, outputs: &[View]) -> Result<(memory::PinnedMemory, Vec<Range<usize>>)> {
+    let mut end = 0;
+    let places = outputs.iter().map(|view| {
+        let start = end;
+        end += view.bytes().next_multiple_of(OUTPUT_ALIGN);
+        start..start + view.bytes() / 4 * 4
+    });
+    let places: Vec<_> = places.collect();
+    Ok((device.pin(end)?, places))
+}

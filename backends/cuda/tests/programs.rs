@@ -1,0 +1,232 @@
+//! Programs beside each other, steps that break off, and what a replay allocates; on the first card of this machine.
+
+#![allow(unsafe_code, reason = "an allocator that counts")]
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    cell::Cell,
+    io::Write,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use freetoken_backend::{
+    Activation, Backend, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, MatMul,
+    MatMulParams, Matrix, Op, Precision, RouteAsk, RoutePoint, RouteReply, Stage, TableChange, View, Weight,
+    record,
+};
+use freetoken_cuda::{CardChoice, Cuda, CudaOptions, Submission, cards};
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: the system's allocator does the work; counting touches a thread-local number without a destructor.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const WIDTH: usize = 64;
+const EXPERTS: usize = 6;
+
+/// The first card in both ways of submission; empty where there is none.
+fn backends() -> Vec<Cuda> {
+    if let Err(error) = cards() {
+        // Past the harness, which hides what a passing test prints.
+        let text = format!("SKIPPED: {error}; no program of the CUDA backend was run\n");
+        std::io::stderr().write_all(text.as_bytes()).expect("standard error");
+        return Vec::new();
+    }
+    let open = |submission| {
+        Cuda::open(&CardChoice::First, CudaOptions { precision: Precision::F32, submission }).unwrap()
+    };
+    vec![open(Submission::Staged), open(Submission::Graph)]
+}
+
+fn no_route_point(_: &RouteAsk<'_>, _: &mut RouteReply) -> freetoken_backend::Result<()> {
+    unreachable!("these programs hold no route point")
+}
+
+/// `out = factor * x`
+fn scale(cuda: &Cuda, factor: f32, x: &View, out: &View) -> Op {
+    let mut w = vec![0.0_f32; WIDTH * WIDTH];
+    (0..WIDTH).for_each(|i| w[i * WIDTH + i] = factor);
+    let view = cuda.alloc(w.len() * 4).unwrap().whole();
+    cuda.write(&view, bytemuck::cast_slice(&w)).unwrap();
+    MatMul {
+        out: out.clone(),
+        x: x.clone(),
+        rows: None,
+        norm: None,
+        weight: Matrix::from(Weight { view, format: Format::F32, rows: WIDTH, cols: WIDTH }),
+        bias: None,
+        p: MatMulParams {
+            n_rows: 1,
+            in_features: WIDTH as u32,
+            out_features: WIDTH as u32,
+            activation: Activation::None as u32,
+            accumulate: 0,
+            eps: 0.0,
+        },
+    }
+    .into()
+}
+
+fn vector(cuda: &Cuda) -> View {
+    cuda.alloc(WIDTH * 4).unwrap().whole()
+}
+
+fn floats(words: &[u32]) -> &[f32] {
+    bytemuck::cast_slice(words)
+}
+
+#[test]
+fn two_programs_and_eager_runs_share_a_card() {
+    for cuda in backends() {
+        let (x, y, z) = (vector(&cuda), vector(&cuda), vector(&cuda));
+        let (twice, thrice, back) =
+            (scale(&cuda, 2.0, &x, &y), scale(&cuda, 3.0, &y, &z), scale(&cuda, 0.5, &z, &x));
+        let mut first = cuda.record(&[Stage::Ops(vec![twice])], std::slice::from_ref(&y)).unwrap();
+        let mut second = cuda.record(&[Stage::Ops(vec![thrice])], std::slice::from_ref(&z)).unwrap();
+        cuda.write(&x, bytemuck::cast_slice(&[1.0_f32; WIDTH])).unwrap();
+        let mut value = 1.0;
+        for _ in 0..5 {
+            first.replay(&mut no_route_point).unwrap();
+            second.replay(&mut no_route_point).unwrap();
+            cuda.run(std::slice::from_ref(&back)).unwrap();
+            assert_eq!(floats(first.output(0)), [2.0 * value; WIDTH]);
+            assert_eq!(floats(second.output(0)), [6.0 * value; WIDTH]);
+            value *= 3.0;
+        }
+        drop(first);
+        second.replay(&mut no_route_point).unwrap();
+        assert_eq!(floats(second.output(0)), [2.0 * value; WIDTH], "y was not written again");
+    }
+}
+
+/// A program of one route point over a pool of two slots, and the rows that it writes.
+fn one_route_point(cuda: &Cuda) -> (Box<dyn freetoken_backend::Program>, Arc<ExpertPool>) {
+    let record = record(Format::F32, WIDTH, WIDTH);
+    let mut bank = cuda.alloc_host(EXPERTS * record.bytes).unwrap();
+    for (i, value) in bank.as_mut_slice().chunks_exact_mut(4).enumerate() {
+        value.copy_from_slice(&((i % 7) as f32 * 0.01).to_ne_bytes());
+    }
+    let table = cuda.alloc(EXPERTS * 4).unwrap().whole();
+    cuda.write(&table, bytemuck::cast_slice(&[-1_i32; EXPERTS])).unwrap();
+    let pool = Arc::new(ExpertPool {
+        chunks: vec![cuda.alloc(2 * record.bytes).unwrap()],
+        slots_per_chunk: 2,
+        n_layers: 1,
+        n_experts: EXPERTS,
+        table,
+        banks: vec![Arc::new(bank)],
+        record,
+    });
+    let filled = |values: &[u32]| {
+        let view = cuda.alloc(values.len() * 4).unwrap().whole();
+        cuda.write(&view, bytemuck::cast_slice(values)).unwrap();
+        view
+    };
+    let mlp = ExpertMlp {
+        parts: cuda.alloc(2 * WIDTH * 4).unwrap().whole(),
+        x: filled(&[1.0_f32.to_bits(); WIDTH]),
+        ids: filled(&[1, 4]),
+        weights: filled(&[0.5_f32.to_bits(); 2]),
+        experts: Experts::Pool { pool: pool.clone(), layer: 0 },
+        p: ExpertMlpParams {
+            n_rows: 1,
+            top_k: 2,
+            hidden: WIDTH as u32,
+            intermediate: WIDTH as u32,
+            n_experts: EXPERTS as u32,
+        },
+    };
+    let parts = mlp.parts.clone();
+    (cuda.record(&[Stage::Route(RoutePoint { mlp })], &[parts]).unwrap(), pool)
+}
+
+fn in_place(_: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Result<()> {
+    reply.read_in_place.extend([1, 4]);
+    Ok(())
+}
+
+fn fetched(_: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Result<()> {
+    reply.table.extend([TableChange { entry: 1, slot: 1 }, TableChange { entry: 4, slot: 0 }]);
+    reply.fetch.extend([(1, 1), (4, 0)]);
+    Ok(())
+}
+
+#[test]
+fn a_step_that_breaks_off_ends_soon_and_leaves_the_program_usable() {
+    for cuda in backends() {
+        let (mut program, _pool) = one_route_point(&cuda);
+        program.replay(&mut in_place).unwrap();
+        let expected = program.output(0).to_vec();
+        assert!(floats(&expected).iter().all(|value| value.is_finite() && *value != 0.0));
+
+        let start = Instant::now();
+        let refused =
+            program.replay(&mut |ask, _| Err(Error::StepFailed { layer: ask.layer, why: "no".into() }));
+        assert!(matches!(refused, Err(Error::StepFailed { layer: 0, .. })), "{refused:?}");
+        let forgotten = program.replay(&mut |_, _| Ok(()));
+        assert!(
+            matches!(&forgotten, Err(Error::StepFailed { why, .. }) if why.contains("expert 1")),
+            "{forgotten:?}"
+        );
+        let killed =
+            catch_unwind(AssertUnwindSafe(|| program.replay(&mut |_, _| panic!("the serving thread dies"))));
+        assert!(killed.is_err());
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+
+        program.replay(&mut in_place).unwrap();
+        assert_eq!(program.output(0), expected);
+        program.replay(&mut fetched).unwrap();
+        assert_eq!(program.output(0), expected, "a record gives the same rows from wherever it is read");
+    }
+}
+
+#[test]
+fn a_replay_allocates_nothing() {
+    for cuda in backends() {
+        let (mut program, _pool) = one_route_point(&cuda);
+        // The driver's library finds a function when it is first called.
+        program.replay(&mut in_place).unwrap();
+        program.replay(&mut fetched).unwrap();
+        let before = ALLOCATIONS.get();
+        for _ in 0..3 {
+            program.replay(&mut in_place).unwrap();
+            program.replay(&mut fetched).unwrap();
+        }
+        assert_eq!(ALLOCATIONS.get(), before);
+    }
+}
+
+#[test]
+fn each_op_of_a_list_is_timed() {
+    for cuda in backends() {
+        let (x, y) = (vector(&cuda), vector(&cuda));
+        cuda.write(&x, bytemuck::cast_slice(&[1.0_f32; WIDTH])).unwrap();
+        let ops = [scale(&cuda, 2.0, &x, &y), scale(&cuda, 2.0, &y, &x)];
+        let seconds = cuda.time(&ops).unwrap();
+        assert!(seconds.len() == 2 && seconds.iter().all(|&s| s > 0.0 && s < 1.0), "{seconds:?}");
+        let mut words = [0_u32; WIDTH];
+        cuda.read(&x, bytemuck::cast_slice_mut(&mut words)).unwrap();
+        assert_eq!(floats(&words), [4.0; WIDTH]);
+    }
+}

@@ -1,0 +1,379 @@
+//! The device: opening an adapter with what our kernels can use of it, and the [`Backend`] over it.
+
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use freetoken_backend::{
+    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
+    View, os,
+};
+use wgpu::{Device, DeviceDescriptor, Features, Limits, MemoryHints};
+
+use crate::{
+    adapter::{self, AdapterFacts, IMMEDIATE_BYTES, Select},
+    dispatch::{Dispatch, Recorder, Scratch},
+    memory::{WgpuHostMemory, WgpuMemory, buffer, padded, storage},
+    ops,
+    pipelines::Pipelines,
+    program::{self, WgpuProgram},
+    queue::Lanes,
+    staging::Staging,
+    timing,
+};
+
+/// How long a wait may last: longer than any submission that we cut to size, short enough for a person.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The same where a CPU plays the GPU.
+const SOFTWARE_PATIENCE: Duration = Duration::from_secs(600);
+
+/// Rows of a prefill step: the experts' rows are computed this many at a time anyway.
+const PREFILL_ROWS: usize = 1024;
+/// The same where a CPU plays the GPU.
+const SOFTWARE_PREFILL_ROWS: usize = 128;
+
+/// Largest binding of [`Options::floor`].
+const FLOOR_BINDING_BYTES: u64 = 2 << 20;
+
+/// How an adapter is opened.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// How exactly it computes.
+    pub precision: Precision,
+    /// Directory of compiled pipelines, where the driver can give them out.
+    pub cache: Option<PathBuf>,
+    /// Use subgroups where there are some. Switched off by tests.
+    pub subgroups: bool,
+    /// Bind no more than a poor device can, so that matrices and pools are walked through in windows. Switched on by tests.
+    pub floor: bool,
+}
+
+impl Options {
+    /// Everything that the adapter has, and no cache.
+    pub fn new(precision: Precision) -> Self {
+        Options { precision, cache: None, subgroups: true, floor: false }
+    }
+}
+
+/// What recording and replaying read and never change.
+pub(crate) struct Gpu {
+    pub(crate) device: Device,
+    pub(crate) limits: Limits,
+    /// Lanes of the smallest subgroup, where subgroups are used.
+    pub(crate) subgroups: Option<u32>,
+    /// A CPU plays the GPU.
+    pub(crate) software: bool,
+    /// A little memory to bind where a kernel reads nothing.
+    pub(crate) nothing: wgpu::Buffer,
+}
+
+impl Gpu {
+    /// What the start of a binding must be a multiple of.
+    pub(crate) fn align(&self) -> u32 {
+        self.limits.min_storage_buffer_offset_alignment
+    }
+
+    /// Largest range that a binding may cover.
+    pub(crate) fn max_binding(&self) -> usize {
+        usize::try_from(self.limits.max_storage_buffer_binding_size).unwrap_or(usize::MAX)
+    }
+
+    /// Threads of a workgroup that works on a row alone: as many as there may be keep as many loads on their way.
+    pub(crate) fn most_threads(&self) -> u32 {
+        // Without subgroups they meet in workgroup memory, which has no room for more.
+        let many = self.limits.max_compute_invocations_per_workgroup >= 1024 && self.subgroups.is_some();
+        if many { 1024 } else { 256 }
+    }
+
+    /// Teams of a workgroup, at most.
+    pub(crate) fn max_teams(&self, threads: u32) -> u32 {
+        threads / self.subgroups.unwrap_or(32)
+    }
+}
+
+/// What only one thread at a time may touch.
+pub(crate) struct State {
+    pub(crate) lanes: Lanes,
+    pub(crate) staging: Staging,
+    pub(crate) pipelines: Pipelines,
+    pub(crate) scratch: Scratch,
+}
+
+struct Inner {
+    caps: Caps,
+    facts: AdapterFacts,
+    gpu: Gpu,
+    state: Mutex<State>,
+    /// Bytes of all buffers that were handed out and still live.
+    allocated: Arc<AtomicU64>,
+}
+
+/// An opened adapter.
+#[derive(Clone)]
+pub struct Wgpu(Arc<Inner>);
+
+impl Wgpu {
+    /// Opens an adapter.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when there is no such adapter, when it lacks what the kernels need, or when its driver refuses.
+    pub fn open(select: &Select, options: &Options) -> Result<Self> {
+        let (adapter, facts) = adapter::find(select)?;
+        let mut limits = Limits { max_immediate_size: IMMEDIATE_BYTES, ..adapter.limits() };
+        if options.floor {
+            limits.max_storage_buffers_per_shader_stage = adapter::MIN_STORAGE_BUFFERS;
+            limits.max_storage_buffer_binding_size = FLOOR_BINDING_BYTES;
+        }
+        let mut wanted = Features::IMMEDIATES | Features::PIPELINE_CACHE | Features::TIMESTAMP_QUERY;
+        let subgroups =
+            facts.subgroups.filter(|&(least, most)| options.subgroups && least >= 4 && most <= 128);
+        wanted.set(Features::SUBGROUP, subgroups.is_some());
+        let descriptor = DeviceDescriptor {
+            label: Some("freetoken"),
+            required_features: wanted & adapter.features(),
+            required_limits: limits.clone(),
+            memory_hints: MemoryHints::Performance,
+            ..DeviceDescriptor::default()
+        };
+        let (device, queue) = pollster::block_on(adapter.request_device(&descriptor)).map_err(|e| {
+            let why = format!("{} cannot be opened: {e}", facts.name);
+            Error::Unsupported { backend: "wgpu", op: "open", why }
+        })?;
+        let patience = if facts.software { SOFTWARE_PATIENCE } else { PATIENCE };
+        let file = options.cache.as_ref().zip(wgpu::util::pipeline_cache_key(&adapter.get_info()));
+        let state = State {
+            lanes: Lanes::new(&device, queue, patience),
+            staging: Staging::new(&device),
+            pipelines: Pipelines::new(&device, file.map(|(directory, key)| directory.join(key))),
+            scratch: Scratch::default(),
+        };
+        let nothing = storage(&device, 1);
+        let gpu = Gpu {
+            subgroups: subgroups.map(|(least, _)| least),
+            software: facts.software,
+            device,
+            limits,
+            nothing,
+        };
+        let caps = Caps {
+            backend: "wgpu",
+            device: facts.name.clone(),
+            detail: detail(&facts, &gpu),
+            precision: options.precision,
+            total_bytes: facts.memory_bytes,
+            max_binding_bytes: gpu.max_binding(),
+            max_storage_buffers: gpu.limits.max_storage_buffers_per_shader_stage,
+            prefill_rows: if gpu.software { SOFTWARE_PREFILL_ROWS } else { PREFILL_ROWS },
+            host_memory: false,
+            reads_host: false,
+            copy_lane: false,
+        };
+        Ok(Wgpu(Arc::new(Inner { caps, facts, gpu, state: Mutex::new(state), allocated: Arc::default() })))
+    }
+
+    /// What the adapter says about itself.
+    pub fn facts(&self) -> &AdapterFacts {
+        &self.0.facts
+    }
+
+    pub(crate) fn gpu(&self) -> &Gpu {
+        &self.0.gpu
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing in the state is half changed by a panic: the next call sees what was queued.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes that can still be allocated, as far as the system tells; other processes on the device are not seen.
+    fn free(&self) -> Option<u64> {
+        if self.0.gpu.software {
+            return os::available_memory();
+        }
+        self.0.facts.memory_bytes.map(|total| total.saturating_sub(self.0.allocated.load(Relaxed)))
+    }
+
+    fn unsupported(&self, op: &'static str, why: String) -> Error {
+        Error::Unsupported { backend: "wgpu", op, why }
+    }
+
+    /// The dispatches that `record` adds.
+    fn dispatches(&self, state: &mut State, record: impl FnOnce(&mut Recorder<'_>)) -> Vec<Dispatch> {
+        let State { pipelines, scratch, .. } = state;
+        let mut recorder = Recorder { gpu: self.gpu(), pipelines, scratch, dispatches: Vec::new(), work: 0 };
+        record(&mut recorder);
+        recorder.dispatches
+    }
+
+    /// Queues a write that may start or end inside a word: the words around it are read first.
+    fn write_bytes(&self, state: &mut State, dst: &View, bytes: &[u8]) -> Result<()> {
+        let start = dst.range().start as u64;
+        let end = start + bytes.len() as u64;
+        let (first, last) = (start / 4 * 4, end.next_multiple_of(4));
+        let State { lanes, staging, .. } = state;
+        let dst = buffer(dst.buffer());
+        if (first, last) == (start, end) {
+            return staging.upload(lanes, dst, start, bytes);
+        }
+        let mut words = vec![0; (last - first) as usize];
+        staging.download(lanes, dst, first, &mut words)?;
+        words[(start - first) as usize..][..bytes.len()].copy_from_slice(bytes);
+        staging.upload(lanes, dst, first, &words)
+    }
+}
+
+/// The path chosen on an adapter, for people.
+fn detail(facts: &AdapterFacts, gpu: &Gpu) -> String {
+    let subgroups = gpu.subgroups.map_or("no subgroups".into(), |n| format!("subgroups of {n}"));
+    let software = if facts.software { ", software: a CPU plays the GPU" } else { "" };
+    let binding = facts.max_binding_bytes >> 20;
+    format!("{}, {}, {subgroups}, {binding} MiB a binding{software}", facts.api, facts.driver)
+}
+
+impl Backend for Wgpu {
+    fn caps(&self) -> &Caps {
+        &self.0.caps
+    }
+
+    fn free_bytes(&self) -> Result<Option<u64>> {
+        Ok(self.free())
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer> {
+        let gpu = self.gpu();
+        if padded(bytes) > gpu.limits.max_buffer_size {
+            let most = gpu.limits.max_buffer_size;
+            return Err(
+                self.unsupported("alloc", format!("a buffer holds at most {most} bytes, not {bytes}"))
+            );
+        }
+        let scope = gpu.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+        let memory = WgpuMemory::new(&gpu.device, bytes, &self.0.allocated);
+        if pollster::block_on(scope.pop()).is_some() {
+            drop(memory);
+            let free = self.free().and_then(|free| usize::try_from(free).ok()).unwrap_or(0);
+            return Err(Error::OutOfMemory { wanted: bytes, free });
+        }
+        self.lock().lanes.check()?;
+        Ok(Buffer::new(memory))
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        let memory = os::anonymous(bytes.max(1)).map_err(|_| {
+            let free = os::available_memory().and_then(|free| usize::try_from(free).ok()).unwrap_or(0);
+            Error::OutOfMemory { wanted: bytes, free }
+        })?;
+        Ok(HostBuffer::new(WgpuHostMemory { memory, bytes }))
+    }
+
+    fn import(&self, _bytes: &HostBytes) -> Result<Buffer> {
+        Err(self.unsupported("import", "its memory is not host memory".into()))
+    }
+
+    fn write(&self, dst: &View, bytes: &[u8]) -> Result<()> {
+        assert!(bytes.len() <= dst.bytes(), "{} bytes into a view of {}", bytes.len(), dst.bytes());
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let mut state = self.lock();
+        self.write_bytes(&mut state, dst, bytes)?;
+        state.lanes.check()
+    }
+
+    fn read(&self, src: &View, out: &mut [u8]) -> Result<()> {
+        assert!(out.len() <= src.bytes(), "{} bytes out of a view of {}", out.len(), src.bytes());
+        if out.is_empty() {
+            return Ok(());
+        }
+        let State { lanes, staging, .. } = &mut *self.lock();
+        let start = src.range().start as u64;
+        let end = start + out.len() as u64;
+        let (first, last) = (start / 4 * 4, end.next_multiple_of(4));
+        let src = buffer(src.buffer());
+        if (first, last) == (start, end) {
+            return staging.download(lanes, src, start, out);
+        }
+        let mut words = vec![0; (last - first) as usize];
+        staging.download(lanes, src, first, &mut words)?;
+        out.copy_from_slice(&words[(start - first) as usize..][..out.len()]);
+        Ok(())
+    }
+
+    fn upload(&self, lane: Lane, src: &Arc<HostBuffer>, start: usize, dst: &View) -> Result<Event> {
+        self.write(dst, &src.as_slice()[start..start + dst.bytes()])?;
+        self.event(lane)
+    }
+
+    fn event(&self, lane: Lane) -> Result<Event> {
+        // Small writes wait inside of wgpu for the next submission: an empty one sends them.
+        let seq = self.lock().lanes.submit(None);
+        Ok(Event { lane, seq })
+    }
+
+    /// Both lanes are one queue: everything queued from now on comes behind the event anyway.
+    fn after(&self, _lane: Lane, _event: Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn wait(&self, event: Event) -> Result<()> {
+        self.lock().lanes.wait(event.seq)
+    }
+
+    fn supports(&self, op: &Op) -> Result<()> {
+        ops::supports(op, self.gpu()).map_err(|why| self.unsupported(op.name(), why))
+    }
+
+    fn run(&self, ops: &[Op]) -> Result<()> {
+        for op in ops {
+            op.check();
+            self.supports(op)?;
+        }
+        let mut state = self.lock();
+        let dispatches =
+            self.dispatches(&mut state, |recorder| ops.iter().for_each(|op| ops::record(op, recorder)));
+        state.lanes.check()?;
+        program::submit(&mut state.lanes, &dispatches, self.gpu());
+        state.lanes.check()
+    }
+
+    fn time(&self, ops: &[Op]) -> Result<Vec<f64>> {
+        let mut timed = Vec::new();
+        for op in ops {
+            op.check();
+            self.supports(op)?;
+            timed.push(self.dispatches(&mut self.lock(), |recorder| ops::record(op, recorder)));
+        }
+        timing::time(&mut self.lock().lanes, self.gpu(), &timed)
+    }
+
+    fn time_read(&self, view: &View) -> Result<f64> {
+        let read = self.dispatches(&mut self.lock(), |recorder| timing::record_read(view, recorder));
+        Ok(timing::time(&mut self.lock().lanes, self.gpu(), &[read])?[0])
+    }
+
+    fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>> {
+        for stage in stages {
+            match stage {
+                Stage::Ops(ops) => ops.iter().try_for_each(|op| {
+                    op.check();
+                    self.supports(op)
+                })?,
+                Stage::Route(point) => {
+                    let op = Op::from(point.mlp.clone());
+                    op.check();
+                    self.supports(&op)?;
+                }
+            }
+        }
+        let program = WgpuProgram::record(self, stages, outputs);
+        let mut state = self.lock();
+        state.pipelines.save();
+        state.lanes.check()?;
+        Ok(Box::new(program))
+    }
+}

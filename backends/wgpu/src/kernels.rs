@@ -1,0 +1,190 @@
+//! The table of kernels: which WGSL files one is, what it binds, and the values that its constants take. Knows no device.
+
+/// Whether a device has what a kernel may be linked with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Linkage {
+    /// Teams are subgroups.
+    pub(crate) subgroups: bool,
+    /// Chunks of an expert pool in a window: 1, 2, 4 or 8; 0 for kernels without.
+    pub(crate) chunks: u32,
+}
+
+/// A file that is linked in front of a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Link {
+    /// How weights are stored.
+    Format,
+    /// How the threads of a workgroup meet.
+    Team,
+    /// A window of chunks, bound behind everything else.
+    Chunks,
+    /// The n-th largest of many.
+    Select,
+}
+
+/// One WGSL file with an entry point `main`.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    /// Stem of the file.
+    pub(crate) name: &'static str,
+    text: &'static str,
+    links: &'static [Link],
+    /// Bindings that it writes; they come first.
+    pub(crate) n_written: usize,
+    /// Bindings that it reads, chunks excluded.
+    pub(crate) n_read: usize,
+    /// 32-bit words of its parameters, offsets of the bindings included.
+    pub(crate) n_params: usize,
+    /// Its override constants, and values that cover what ops give them.
+    pub(crate) constants: &'static [(&'static str, &'static [u32])],
+}
+
+impl Kernel {
+    /// Whether its expert records lie in a window of chunks.
+    pub(crate) fn has_chunks(&self) -> bool {
+        self.links.contains(&Link::Chunks)
+    }
+
+    /// The module: the files one after the other, as they are.
+    pub(crate) fn module(&self, linkage: Linkage) -> String {
+        let file = |link: &Link| match link {
+            Link::Format => include_str!("../../../shaders/format.wgsl"),
+            Link::Team if linkage.subgroups => include_str!("../../../shaders/team_subgroup.wgsl"),
+            Link::Team => include_str!("../../../shaders/team_workgroup.wgsl"),
+            Link::Select => include_str!("../../../shaders/select.wgsl"),
+            Link::Chunks => match linkage.chunks {
+                1 => include_str!("../../../shaders/chunks_1.wgsl"),
+                2 => include_str!("../../../shaders/chunks_2.wgsl"),
+                4 => include_str!("../../../shaders/chunks_4.wgsl"),
+                8 => include_str!("../../../shaders/chunks_8.wgsl"),
+                other => unreachable!("no window has {other} chunks"),
+            },
+        };
+        self.links.iter().map(file).chain([self.text]).collect()
+    }
+}
+
+/// A weight's format, `NONE` where there is none.
+const OPTIONAL: &[u32] = &[0, 1, 2, 3];
+const FORMAT: &[u32] = &[0, 1, 2];
+const FLAG: &[u32] = &[0, 1];
+
+macro_rules! kernels {
+    ($($item:ident = $file:literal [$($link:ident),*] writes $written:literal reads $read:literal params $params:literal {
+        $($constant:ident: $values:expr),* $(,)?
+    })*) => {
+        $(pub(crate) static $item: Kernel = Kernel {
+            name: $file,
+            text: include_str!(concat!("../../../shaders/", $file, ".wgsl")),
+            links: &[$(Link::$link),*],
+            n_written: $written,
+            n_read: $read,
+            n_params: $params,
+            constants: &[$((stringify!($constant), $values)),*],
+        };)*
+
+        /// All of them.
+        #[cfg(test)]
+        static ALL: &[&Kernel] = &[$(&$item),*];
+    };
+}
+
+kernels! {
+    READ = "read" [] writes 1 reads 1 params 2 { VECS: &[16] }
+    EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
+    MATMUL_GEMV = "matmul_gemv" [Format, Team] writes 1 reads 7 params 14 {
+        WORKGROUP: &[128], FORMAT: FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: FLAG, GATHER: FLAG, ACCUMULATE: FLAG,
+        OUTPUTS: &[16],
+    }
+    MATMUL_FEW = "matmul_few" [Format, Team] writes 1 reads 7 params 14 {
+        WORKGROUP: &[128], FORMAT: FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: FLAG, GATHER: FLAG, ACCUMULATE: FLAG,
+        QUADS: &[1, 2, 4], OUTPUTS: &[16],
+    }
+    MATMUL_TILED = "matmul_tiled" [Format] writes 1 reads 7 params 14 {
+        FORMAT: FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: FLAG, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
+        TILE: &[64],
+    }
+    ROPE_CACHE = "rope_cache" [Format, Team] writes 2 reads 6 params 14 {
+        WORKGROUP: &[64], KV_BF16: FLAG, Q_NORM: OPTIONAL, K_NORM: OPTIONAL,
+    }
+    ATTENTION = "attention" [Format] writes 2 reads 5 params 12 {
+        KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64],
+    }
+    ATTENTION_MERGE = "attention_merge" [] writes 1 reads 2 params 2 { SPLITS: &[2, 64], HEAD_DIM: &[8, 128] }
+    ROUTE = "route" [Format, Team] writes 3 reads 4 params 11 {
+        WORKGROUP: &[256], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
+        EXPERTS: &[8, 1024],
+    }
+    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Format, Team, Chunks] writes 1 reads 4 params 16 {
+        WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, OUTPUTS: &[8],
+    }
+    EXPERT_MLP_FEW = "expert_mlp_few" [Format, Team, Chunks] writes 1 reads 4 params 16 {
+        WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, GROUPED: FLAG, OUTPUTS: &[8],
+    }
+    EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
+    EXPERT_MLP_TILED = "expert_mlp_tiled" [Format, Chunks] writes 1 reads 4 params 16 {
+        FORMAT: FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
+    }
+    COMBINE = "combine" [] writes 1 reads 2 params 6 {}
+    EDIT_LOGITS = "edit_logits" [] writes 1 reads 1 params 4 {}
+    TOP_LOGITS_SLICE = "top_logits_slice" [Team, Select] writes 2 reads 2 params 4 {
+        WORKGROUP: &[256], K: &[1, 256], SLICE: &[2048],
+    }
+    TOP_LOGITS = "top_logits" [Team, Select] writes 3 reads 3 params 6 { WORKGROUP: &[256, 1024], K: &[1, 256] }
+}
+
+#[cfg(test)]
+mod tests {
+    use naga::{
+        back::pipeline_constants::process_overrides,
+        front::wgsl,
+        valid::{Capabilities, ValidationFlags, Validator},
+    };
+
+    use super::*;
+
+    /// Every combination of the constants' values.
+    fn combinations(constants: &[(&'static str, &'static [u32])]) -> Vec<Vec<(&'static str, u32)>> {
+        constants.iter().fold(vec![Vec::new()], |combinations, (name, values)| {
+            let with = |c: &Vec<_>| {
+                values.iter().map(|v| [c.clone(), vec![(*name, *v)]].concat()).collect::<Vec<_>>()
+            };
+            combinations.iter().flat_map(with).collect()
+        })
+    }
+
+    #[test]
+    fn every_variant_is_valid_wgsl() {
+        for kernel in ALL {
+            for subgroups in [false, true] {
+                for chunks in if kernel.has_chunks() { vec![1, 2, 4, 8] } else { vec![0] } {
+                    let text = kernel.module(Linkage { subgroups, chunks });
+                    let module = wgsl::parse_str(&text)
+                        .unwrap_or_else(|e| panic!("{}:\n{}", kernel.name, e.emit_to_string(&text)));
+                    let mut able = Capabilities::IMMEDIATES | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+                    if subgroups {
+                        able |= Capabilities::SUBGROUP;
+                    }
+                    let mut validator = Validator::new(ValidationFlags::all(), able);
+                    let info = validator
+                        .validate(&module)
+                        .unwrap_or_else(|e| panic!("{}:\n{}", kernel.name, e.emit_to_string(&text)));
+                    let params =
+                        module.types.iter().find(|(_, t)| t.name.as_deref() == Some("Params")).unwrap().1;
+                    assert_eq!(
+                        params.inner.size(module.to_ctx()) as usize,
+                        4 * kernel.n_params,
+                        "{}",
+                        kernel.name
+                    );
+                    for constants in combinations(kernel.constants) {
+                        let values =
+                            constants.iter().map(|(name, v)| (name.to_string(), f64::from(*v))).collect();
+                        process_overrides(&module, &info, None, &values)
+                            .unwrap_or_else(|e| panic!("{} {constants:?}: {e}", kernel.name));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! See [`freetoken_backend::Combine`].
+
+use freetoken_backend::Combine;
+
+use crate::{
+    dispatch::{Call, Recorder},
+    kernels::COMBINE,
+};
+
+pub(super) fn record(op: &Combine, recorder: &mut Recorder<'_>) {
+    let (n, top_k, hidden) = (op.p.n_rows as usize, op.p.top_k as usize, op.p.hidden as usize);
+    let x = recorder.words(&op.x, n * hidden);
+    let parts = recorder.words(&op.parts, n * top_k * hidden);
+    let ids = recorder.words(&op.ids, n * top_k);
+    let params = [op.p.n_rows, op.p.top_k, op.p.hidden, x.at(4), parts.at(4), ids.at(4)];
+    recorder.call(Call {
+        kernel: &COMBINE,
+        constants: Vec::new(),
+        slots: vec![x, parts, ids],
+        chunks: &[],
+        params: &params,
+        workgroups: recorder.grid((n * hidden).div_ceil(256)),
+    });
+}

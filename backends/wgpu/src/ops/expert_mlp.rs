@@ -1,0 +1,265 @@
+//! See [`freetoken_backend::ExpertMlp`]: gate and up, then down, through each window of chunks. How routes are walked through
+//! depends on how many of them an expert has.
+
+use freetoken_backend::{ExpertMlp, ExpertPool, Experts};
+
+use super::{
+    matmul::{FEW_ROWS, THREADS},
+    pool_only,
+    route::MAX_EXPERTS,
+};
+use crate::{
+    device::Gpu,
+    dispatch::{Call, Recorder, format_code},
+    kernels::{EXPERT_MLP_FEW, EXPERT_MLP_GEMV, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
+    memory::{Slot, buffer},
+};
+
+/// Routes whose ids every workgroup can search for those of its expert.
+const SEARCHED_ROUTES: u32 = 256;
+/// Routes of an expert, on the average, up to which weights are read once for every four.
+const FEW_ROUTES: u32 = 16;
+/// Routes of a tile in that case.
+const FEW_TILE: u32 = 16;
+/// Buffers that the kernels bind beside chunks.
+const OTHER_BUFFERS: u32 = 5;
+/// Routes and outputs of a tile where there are more.
+const TILE: u32 = 64;
+
+/// Where experts are found: a table of slots, and the chunks that hold them.
+pub(crate) struct Places {
+    /// i32: the slot of each expert of a layer, or -1, from `first_entry` on.
+    pub(crate) table: Slot,
+    /// The layer's first entry.
+    pub(crate) first_entry: u32,
+    /// Slots, in order.
+    pub(crate) chunks: Vec<wgpu::Buffer>,
+    /// Slots of a chunk.
+    pub(crate) slots_per_chunk: u32,
+}
+
+impl Places {
+    /// All slots of a pool, through its own table.
+    pub(crate) fn of_pool(pool: &ExpertPool, layer: u32, recorder: &Recorder<'_>) -> Self {
+        Places {
+            table: recorder.words(&pool.table, pool.n_layers * pool.n_experts),
+            first_entry: pool.entry(layer, 0) as u32,
+            chunks: pool.chunks.iter().map(|chunk| buffer(chunk).clone()).collect(),
+            slots_per_chunk: pool.slots_per_chunk as u32,
+        }
+    }
+}
+
+/// What the device lacks for it.
+pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
+    pool_only(&op.experts)?;
+    let Experts::Pool { pool, .. } = &op.experts else { return Ok(()) };
+    let largest = pool.chunks.iter().map(|chunk| chunk.bytes()).max().unwrap_or(0);
+    if largest > gpu.max_binding() {
+        return Err(format!(
+            "a chunk has {largest} bytes, and the device binds at most {}",
+            gpu.max_binding()
+        ));
+    }
+    let inner = 4 * op.p.n_rows as usize * op.p.top_k as usize * op.p.intermediate as usize;
+    if inner > gpu.max_binding() {
+        return Err(format!(
+            "{inner} bytes between gate and down, and the device binds at most {}",
+            gpu.max_binding()
+        ));
+    }
+    if op.p.n_experts as usize > MAX_EXPERTS {
+        return Err(format!("{} experts; it sorts routes among {MAX_EXPERTS} at most", op.p.n_experts));
+    }
+    Ok(())
+}
+
+pub(super) fn record(op: &ExpertMlp, recorder: &mut Recorder<'_>) {
+    let Experts::Pool { pool, layer } = &op.experts else { unreachable!("refused by `supports`") };
+    let places = Places::of_pool(pool, *layer, recorder);
+    record_at(op, pool, &places, recorder);
+}
+
+/// Computes the routes whose expert has a slot in `places`, and leaves the others alone.
+pub(crate) fn record_at(op: &ExpertMlp, pool: &ExpertPool, places: &Places, recorder: &mut Recorder<'_>) {
+    let n_routes = (op.p.n_rows * op.p.top_k) as usize;
+    let inner =
+        recorder.scratch.get(recorder.gpu, "expert_mlp.inner", n_routes * op.p.intermediate as usize * 4);
+    let halves = [Half::gate_up(op, pool, &inner, recorder), Half::down(op, pool, &inner, recorder)];
+    let walk = Walk::choose(op, halves.iter().all(Half::is_wide), recorder);
+    for half in &halves {
+        windows(half, op, pool, places, &walk, recorder);
+    }
+}
+
+/// How a kernel comes by its routes.
+struct Walk {
+    kernel: &'static Kernel,
+    constants: Vec<(&'static str, u32)>,
+    /// Ids, or routes sorted by expert in tiles.
+    routes: Slot,
+    /// Where ids begin, or the number of tiles that there is room for.
+    routes_at: u32,
+    /// Routes or tiles: workgroups a block of outputs.
+    n: u32,
+    /// Outputs of a workgroup: of gate and up, and of down.
+    outputs: [u32; 2],
+}
+
+impl Walk {
+    fn choose(op: &ExpertMlp, wide: bool, recorder: &mut Recorder<'_>) -> Self {
+        let n_routes = op.p.n_rows * op.p.top_k;
+        let teams = recorder.gpu.max_teams(THREADS);
+        let ids = recorder.words(&op.ids, n_routes as usize);
+        let by_team = |kernel, rows| Walk {
+            kernel,
+            constants: vec![("WORKGROUP", THREADS)],
+            routes_at: ids.at(4),
+            routes: ids.clone(),
+            n: n_routes,
+            outputs: [teams * rows / 2, teams * rows],
+        };
+        if wide && op.p.n_rows == 1 {
+            return by_team(&EXPERT_MLP_GEMV, 2);
+        }
+        if wide && op.p.n_rows as usize <= FEW_ROWS && n_routes <= SEARCHED_ROUTES {
+            let mut walk = by_team(&EXPERT_MLP_FEW, 4);
+            walk.constants.push(("GROUPED", 0));
+            return walk;
+        }
+        if wide && n_routes <= FEW_ROUTES * op.p.n_experts {
+            let (routes, n) = group(op, &ids, FEW_TILE, recorder);
+            let mut walk = by_team(&EXPERT_MLP_FEW, 4);
+            walk.constants.push(("GROUPED", 1));
+            return Walk { routes, routes_at: n, n, ..walk };
+        }
+        let (routes, n) = group(op, &ids, TILE, recorder);
+        Walk {
+            kernel: &EXPERT_MLP_TILED,
+            constants: vec![("WIDE", wide as u32), ("TILE", TILE)],
+            routes,
+            routes_at: n,
+            n,
+            outputs: [TILE, TILE],
+        }
+    }
+}
+
+/// Sorts routes by expert into tiles; the routes, and how many tiles there can be.
+fn group(op: &ExpertMlp, ids: &Slot, tile: u32, recorder: &mut Recorder<'_>) -> (Slot, u32) {
+    let n_routes = op.p.n_rows * op.p.top_k;
+    let max_tiles = n_routes.div_ceil(tile) + op.p.n_experts.min(n_routes);
+    let bytes = 4 * (1 + 3 * max_tiles + n_routes) as usize;
+    let routes = Slot::whole(&recorder.scratch.get(recorder.gpu, "expert_mlp.routes", bytes));
+    recorder.call(Call {
+        kernel: &EXPERT_MLP_GROUP,
+        constants: vec![("EXPERTS", op.p.n_experts), ("TILE", tile)],
+        slots: vec![routes.clone(), ids.clone()],
+        chunks: &[],
+        params: &[n_routes, max_tiles, ids.at(4)],
+        workgroups: [1, 1, 1],
+    });
+    (routes, max_tiles)
+}
+
+/// Gate and up, or down.
+struct Half {
+    down: bool,
+    out: Slot,
+    x: Slot,
+    in_features: u32,
+    out_features: u32,
+    /// Elements from the start of a record.
+    weight_start: u32,
+    up_start: u32,
+}
+
+impl Half {
+    fn gate_up(op: &ExpertMlp, pool: &ExpertPool, inner: &wgpu::Buffer, recorder: &Recorder<'_>) -> Self {
+        Half {
+            down: false,
+            out: Slot::whole(inner),
+            x: recorder.words(&op.x, (op.p.n_rows * op.p.hidden) as usize),
+            in_features: op.p.hidden,
+            out_features: op.p.intermediate,
+            weight_start: elements(pool, pool.record.gate().start),
+            up_start: elements(pool, pool.record.up().start),
+        }
+    }
+
+    fn down(op: &ExpertMlp, pool: &ExpertPool, inner: &wgpu::Buffer, recorder: &Recorder<'_>) -> Self {
+        Half {
+            down: true,
+            out: recorder.words(&op.parts, (op.p.n_rows * op.p.top_k * op.p.hidden) as usize),
+            x: Slot::whole(inner),
+            in_features: op.p.intermediate,
+            out_features: op.p.hidden,
+            weight_start: elements(pool, pool.record.down.start),
+            up_start: 0,
+        }
+    }
+
+    fn is_wide(&self) -> bool {
+        self.in_features.is_multiple_of(8) && self.x.is_wide()
+    }
+}
+
+/// Bytes as elements of the pool's format.
+fn elements(pool: &ExpertPool, bytes: usize) -> u32 {
+    (bytes / pool.record.format.row_bytes(1)) as u32
+}
+
+/// Chunks that one dispatch binds: as many as the device allows, and no more than there are.
+fn window(gpu: &Gpu, n_chunks: usize) -> usize {
+    let most = (gpu.limits.max_storage_buffers_per_shader_stage - OTHER_BUFFERS) as usize;
+    let fits = [8, 4, 2, 1].into_iter().find(|&w| w <= most).expect("checked when the adapter was opened");
+    n_chunks.next_power_of_two().min(fits)
+}
+
+/// Dispatches one half for each window of chunks.
+fn windows(
+    half: &Half,
+    op: &ExpertMlp,
+    pool: &ExpertPool,
+    places: &Places,
+    walk: &Walk,
+    recorder: &mut Recorder<'_>,
+) {
+    let n_routes = op.p.n_rows * op.p.top_k;
+    let weights = recorder.words(&op.weights, n_routes as usize);
+    let window = window(recorder.gpu, places.chunks.len());
+    let outputs = walk.outputs[half.down as usize];
+    let own = [("FORMAT", format_code(pool.record.format)), ("DOWN", half.down as u32), ("OUTPUTS", outputs)];
+    let constants = [&walk.constants[..], &own].concat();
+    for (i, chunks) in places.chunks.chunks(window).enumerate() {
+        let mut bound = chunks.to_vec();
+        bound.resize(window, chunks.last().expect("a window has a chunk").clone());
+        let params = [
+            n_routes,
+            op.p.top_k,
+            half.in_features,
+            half.out_features,
+            places.first_entry,
+            places.slots_per_chunk,
+            (i * window) as u32 * places.slots_per_chunk,
+            chunks.len() as u32 * places.slots_per_chunk,
+            (pool.record.bytes / 16) as u32,
+            half.weight_start,
+            half.up_start,
+            half.out.at(4),
+            half.x.at(4),
+            walk.routes_at,
+            weights.at(4),
+            places.table.at(4),
+        ];
+        let read = [&half.x, &walk.routes, &weights, &places.table];
+        recorder.call(Call {
+            kernel: walk.kernel,
+            constants: constants.clone(),
+            slots: [&half.out].into_iter().chain(read).cloned().collect(),
+            chunks: &bound,
+            params: &params,
+            workgroups: [half.out_features.div_ceil(outputs), walk.n, 1],
+        });
+    }
+}

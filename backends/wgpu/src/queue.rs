@@ -1,0 +1,124 @@
+//! Submissions and waits. Both lanes are one queue, so that everything is seen in the order of the calls; an event is the number of
+//! a submission. Every wait is bounded, and what goes wrong between calls is reported by the next one.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use freetoken_backend::{Error, Result};
+use wgpu::{CommandEncoder, Device, MapMode, PollError, PollType, Queue, SubmissionIndex};
+
+/// Submissions whose indices are kept; an older event waits for the oldest of them.
+const KEPT: usize = 64;
+
+/// What the driver said outside of a call.
+#[derive(Default)]
+struct Trouble {
+    /// Why the device is gone: stays.
+    lost: Option<String>,
+    /// An error that no call returned: reported once.
+    error: Option<String>,
+}
+
+/// The queue of a device.
+pub(crate) struct Lanes {
+    device: Device,
+    queue: Queue,
+    trouble: Arc<Mutex<Trouble>>,
+    submitted: VecDeque<(u64, SubmissionIndex)>,
+    seq: u64,
+    patience: Duration,
+}
+
+impl Lanes {
+    /// Takes the queue over. A wait that outlasts `patience` ends in an error.
+    pub(crate) fn new(device: &Device, queue: Queue, patience: Duration) -> Self {
+        let trouble = Arc::new(Mutex::new(Trouble::default()));
+        let seen = trouble.clone();
+        device.set_device_lost_callback(move |reason, message| {
+            if reason != wgpu::DeviceLostReason::Destroyed {
+                lock(&seen).lost.get_or_insert(message);
+            }
+        });
+        let seen = trouble.clone();
+        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
+            lock(&seen).error.get_or_insert(error.to_string());
+        }));
+        Lanes { device: device.clone(), queue, trouble, submitted: VecDeque::new(), seq: 0, patience }
+    }
+
+    /// The error that the driver reported since the last call, if any.
+    pub(crate) fn check(&self) -> Result<()> {
+        let mut trouble = lock(&self.trouble);
+        let what = trouble.lost.clone().or_else(|| trouble.error.take());
+        what.map_or(Ok(()), |what| Err(Error::DeviceLost { what }))
+    }
+
+    /// Length of a tick of the device's clock.
+    pub(crate) fn nanoseconds_a_tick(&self) -> f32 {
+        self.queue.get_timestamp_period()
+    }
+
+    /// Starts a list of commands.
+    pub(crate) fn encoder(&self) -> CommandEncoder {
+        self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: None })
+    }
+
+    /// Queues a list of commands behind everything before it.
+    pub(crate) fn submit(&mut self, encoder: Option<CommandEncoder>) -> u64 {
+        let index = self.queue.submit(encoder.map(CommandEncoder::finish));
+        self.seq += 1;
+        if self.submitted.len() == KEPT {
+            self.submitted.pop_front();
+        }
+        self.submitted.push_back((self.seq, index));
+        self.seq
+    }
+
+    /// Queues a small write of whole words. The bytes may be reused when it returns.
+    pub(crate) fn write(&self, buffer: &wgpu::Buffer, at: u64, bytes: &[u8]) {
+        self.queue.write_buffer(buffer, at, bytes);
+    }
+
+    /// Waits for a submission.
+    pub(crate) fn wait(&self, seq: u64) -> Result<()> {
+        let index = self.submitted.iter().find(|(kept, _)| *kept >= seq).map(|(_, index)| index.clone());
+        let waited =
+            self.device.poll(PollType::Wait { submission_index: index, timeout: Some(self.patience) });
+        self.check()?;
+        match waited {
+            Ok(_) => Ok(()),
+            Err(PollError::Timeout) => {
+                let what = format!("no answer for {} seconds", self.patience.as_secs());
+                Err(Error::DeviceLost { what })
+            }
+            Err(error @ PollError::WrongSubmissionIndex(..)) => {
+                Err(Error::DeviceLost { what: error.to_string() })
+            }
+        }
+    }
+
+    /// Waits for a submission that filled the front of a `MAP_READ` buffer, and lends the bytes.
+    pub(crate) fn mapped(
+        &self,
+        buffer: &wgpu::Buffer,
+        bytes: u64,
+        seq: u64,
+        use_bytes: impl FnOnce(&[u8]),
+    ) -> Result<()> {
+        buffer.map_async(MapMode::Read, 0..bytes, |_| ());
+        self.wait(seq)?;
+        let view =
+            buffer.get_mapped_range(0..bytes).map_err(|e| Error::DeviceLost { what: e.to_string() })?;
+        use_bytes(&view);
+        drop(view);
+        buffer.unmap();
+        Ok(())
+    }
+}
+
+fn lock(trouble: &Mutex<Trouble>) -> std::sync::MutexGuard<'_, Trouble> {
+    trouble.lock().unwrap_or_else(PoisonError::into_inner)
+}

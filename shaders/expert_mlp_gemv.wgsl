@@ -1,0 +1,98 @@
+// One half of the routed experts for one row: inner[route] = silu(gate . x) * (up . x), then, with DOWN,
+// parts[route] = weight[route] * down . inner[route].
+//
+// A record lies in slot `table[layer, expert]` of the pool: gate, up and down, row-major, rows of a multiple of 8 elements. The
+// routes of one row are different experts: a workgroup computes OUTPUTS outputs of one route, a team one of gate and up, or
+// two of down. Experts outside of the window of chunks are left to other dispatches. Bound by the bytes of the experts.
+
+override FORMAT: u32 = 1u;
+override DOWN: bool = false;
+override OUTPUTS: u32 = 8u;
+
+struct Params {
+    n_routes: u32,
+    top_k: u32,
+    in_features: u32,
+    out_features: u32,
+    // First entry of the layer in the table.
+    first_entry: u32,
+    slots_per_chunk: u32,
+    // The window: slots first_slot .. first_slot + n_window_slots.
+    first_slot: u32,
+    n_window_slots: u32,
+    // vec4s of a record.
+    record_vecs: u32,
+    // Elements from the start of a record: of gate or down, and of up.
+    weight_start: u32,
+    up_start: u32,
+    out_at: u32,
+    x_at: u32,
+    routes_at: u32,
+    weights_at: u32,
+    table_at: u32,
+}
+var<immediate> p: Params;
+
+@group(0) @binding(0) var<storage, read_write> out: array<f32>;
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> ids: array<i32>;
+@group(0) @binding(3) var<storage, read> weights: array<f32>;
+@group(0) @binding(4) var<storage, read> table: array<i32>;
+
+fn eight(chunk: u32, at: u32, i: u32) -> Eight {
+    if FORMAT == F32 {
+        let low = bitcast<vec4<f32>>(chunk_vec(chunk, at + 2u * i));
+        return Eight(low, bitcast<vec4<f32>>(chunk_vec(chunk, at + 2u * i + 1u)));
+    }
+    let v = chunk_vec(chunk, at + i);
+    return Eight(decode_half(FORMAT, v, false), decode_half(FORMAT, v, true));
+}
+
+@compute @workgroup_size(WORKGROUP)
+fn main(at: Invocation) {
+    let route = at.workgroup.y;
+    let expert = ids[p.routes_at + route];
+    if expert < 0 {
+        return;
+    }
+    let slot = table[p.table_at + p.first_entry + u32(expert)];
+    if slot < 0 || u32(slot) - p.first_slot >= p.n_window_slots {
+        return;
+    }
+    let chunk = (u32(slot) - p.first_slot) / p.slots_per_chunk;
+    let record = u32(slot) % p.slots_per_chunk * p.record_vecs;
+    let x_first = (p.x_at + select(0u, route * p.in_features, DOWN)) / 4u;
+    let outputs = select(1u, 2u, DOWN);
+    let last = p.out_features - 1u;
+    for (var start = 0u; start < OUTPUTS; start += teams_of(at) * outputs) {
+        let own = start + team_of(at) * outputs;
+        let first = at.workgroup.x * OUTPUTS + own;
+        let row = record + (p.weight_start + min(first, last) * p.in_features) / per_vec(FORMAT);
+        var second = record + (p.up_start + min(first, last) * p.in_features) / per_vec(FORMAT);
+        if DOWN {
+            second = record + (p.weight_start + min(first + 1u, last) * p.in_features) / per_vec(FORMAT);
+        }
+        var sums = vec4(0.0);
+        for (var i = lane_of(at); i < p.in_features / 8u; i += lanes_of(at)) {
+            let a = eight(chunk, row, i);
+            let b = eight(chunk, second, i);
+            let low = x[x_first + 2u * i];
+            let high = x[x_first + 2u * i + 1u];
+            sums.x += dot(low, a.low) + dot(high, a.high);
+            sums.y += dot(low, b.low) + dot(high, b.high);
+        }
+        sums = team_sum(at, sums);
+        if lane_of(at) == 0u && own < OUTPUTS && first <= last {
+            let place = p.out_at + route * p.out_features + first;
+            if DOWN {
+                let weight = weights[p.weights_at + route];
+                out[place] = weight * sums.x;
+                if first < last {
+                    out[place + 1u] = weight * sums.y;
+                }
+            } else {
+                out[place] = sums.x / (1.0 + exp(-sums.x)) * sums.y;
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+// One half of the routed experts for many rows: inner[route] = silu(gate . x) * (up . x), then, with DOWN,
+// parts[route] = weight[route] * down . inner[route].
+//
+// Routes come sorted by expert in tiles of at most TILE, `routes` as expert_mlp_group leaves it; records as in
+// expert_mlp_gemv. A workgroup computes a tile of routes times OUTPUTS outputs as in matmul_tiled. Experts outside of the window
+// of chunks are left to other dispatches. Bound by f32 multiply-adds.
+
+override FORMAT: u32 = 1u;
+override DOWN: bool = false;
+override WIDE: bool = true;
+// Routes of a tile.
+override TILE: u32 = 64u;
+override OUTPUTS: u32 = 64u;
+
+const DEPTH: u32 = 16u;
+const STRIDE: u32 = DEPTH / 4u + 1u;
+const THREADS: u32 = 256u;
+
+struct Params {
+    n_routes: u32,
+    top_k: u32,
+    in_features: u32,
+    out_features: u32,
+    first_entry: u32,
+    slots_per_chunk: u32,
+    first_slot: u32,
+    n_window_slots: u32,
+    record_vecs: u32,
+    weight_start: u32,
+    up_start: u32,
+    out_at: u32,
+    x_at: u32,
+    // The number of tiles that there is room for.
+    routes_at: u32,
+    weights_at: u32,
+    table_at: u32,
+}
+var<immediate> p: Params;
+
+@group(0) @binding(0) var<storage, read_write> out: array<f32>;
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> routes: array<u32>;
+@group(0) @binding(3) var<storage, read> weights: array<f32>;
+@group(0) @binding(4) var<storage, read> table: array<i32>;
+
+var<workgroup> x_tile: array<vec4<f32>, TILE * STRIDE>;
+var<workgroup> weight_tile: array<vec4<f32>, OUTPUTS * STRIDE>;
+var<workgroup> up_tile: array<vec4<f32>, select(OUTPUTS * STRIDE, 1u, DOWN)>;
+
+// Columns c .. c + 4 of row `r` of a matrix that starts at element `start` of the record.
+fn load_weight(chunk: u32, record: u32, start: u32, r: u32, c: u32) -> vec4<f32> {
+    if r >= p.out_features || c >= p.in_features {
+        return vec4(0.0);
+    }
+    let at = start + r * p.in_features + c;
+    if WIDE {
+        let v = chunk_vec(chunk, record + at / per_vec(FORMAT));
+        if FORMAT == F32 {
+            return bitcast<vec4<f32>>(v);
+        }
+        return decode_half(FORMAT, v, (at & 4u) != 0u);
+    }
+    var v = vec4(0.0);
+    for (var i = 0u; i < min(4u, p.in_features - c); i++) {
+        v[i] = decode_element(FORMAT, chunk_vec(chunk, record + (at + i) / per_vec(FORMAT)), at + i);
+    }
+    return v;
+}
+
+// Columns c .. c + 4 of the row that starts at element `row`.
+fn load_x(row: u32, inside: bool, c: u32) -> vec4<f32> {
+    if !inside || c >= p.in_features {
+        return vec4(0.0);
+    }
+    let at = row + c;
+    if WIDE {
+        return x[at / 4u];
+    }
+    var v = vec4(0.0);
+    for (var i = 0u; i < min(4u, p.in_features - c); i++) {
+        v[i] = x[(at + i) / 4u][(at + i) % 4u];
+    }
+    return v;
+}
+
+fn route_at(place: u32) -> u32 {
+    return routes[1u + 3u * p.routes_at + place];
+}
+
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+    if workgroup.y >= routes[0] {
+        return;
+    }
+    let tile = 1u + 3u * workgroup.y;
+    let slot = table[p.table_at + p.first_entry + routes[tile]];
+    let first_place = routes[tile + 1u];
+    let n_rows = routes[tile + 2u];
+    if slot < 0 || u32(slot) - p.first_slot >= p.n_window_slots {
+        return;
+    }
+    let chunk = (u32(slot) - p.first_slot) / p.slots_per_chunk;
+    let record = u32(slot) % p.slots_per_chunk * p.record_vecs;
+    let first_output = workgroup.x * OUTPUTS;
+    let quarter = thread % 4u;
+    let loaded = thread / 4u;
+    var x_row: u32;
+    let x_inside = loaded < n_rows;
+    if x_inside {
+        let route = route_at(first_place + loaded);
+        x_row = p.x_at + select(route / p.top_k, route, DOWN) * p.in_features;
+    }
+    var sums: array<f32, 16>;
+    var up_sums: array<f32, 16>;
+    var x_next = vec4(0.0);
+    if loaded < TILE {
+        x_next = load_x(x_row, x_inside, 4u * quarter);
+    }
+    var weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, 4u * quarter);
+    var up_next = vec4(0.0);
+    if !DOWN {
+        up_next = load_weight(chunk, record, p.up_start, first_output + loaded, 4u * quarter);
+    }
+    for (var c = 4u * quarter; c < p.in_features + 4u * quarter; c += DEPTH) {
+        if loaded < TILE {
+            x_tile[loaded * STRIDE + quarter] = x_next;
+        }
+        weight_tile[loaded * STRIDE + quarter] = weight_next;
+        if !DOWN {
+            up_tile[loaded * STRIDE + quarter] = up_next;
+        }
+        workgroupBarrier();
+        x_next = load_x(x_row, x_inside, c + DEPTH);
+        weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, c + DEPTH);
+        if !DOWN {
+            up_next = load_weight(chunk, record, p.up_start, first_output + loaded, c + DEPTH);
+        }
+        for (var k = 0u; k < DEPTH / 4u; k++) {
+            var xs: array<vec4<f32>, 4>;
+            for (var i = 0u; i < TILE / 16u; i++) {
+                xs[i] = x_tile[(thread / 16u + 16u * i) * STRIDE + k];
+            }
+            for (var j = 0u; j < OUTPUTS / 16u; j++) {
+                let w = weight_tile[(thread % 16u + 16u * j) * STRIDE + k];
+                for (var i = 0u; i < TILE / 16u; i++) {
+                    sums[i * (OUTPUTS / 16u) + j] += dot(xs[i], w);
+                }
+                if !DOWN {
+                    let u = up_tile[(thread % 16u + 16u * j) * STRIDE + k];
+                    for (var i = 0u; i < TILE / 16u; i++) {
+                        up_sums[i * (OUTPUTS / 16u) + j] += dot(xs[i], u);
+                    }
+                }
+            }
+        }
+        workgroupBarrier();
+    }
+    for (var i = 0u; i < TILE / 16u; i++) {
+        let row = thread / 16u + 16u * i;
+        if row >= n_rows {
+            continue;
+        }
+        let route = route_at(first_place + row);
+        for (var j = 0u; j < OUTPUTS / 16u; j++) {
+            let output = first_output + thread % 16u + 16u * j;
+            if output >= p.out_features {
+                continue;
+            }
+            var y = sums[i * (OUTPUTS / 16u) + j];
+            if DOWN {
+                y *= weights[p.weights_at + route];
+            } else {
+                y = y / (1.0 + exp(-y)) * up_sums[i * (OUTPUTS / 16u) + j];
+            }
+            out[p.out_at + route * p.out_features + output] = y;
+        }
+    }
+}
