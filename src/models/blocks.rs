@@ -290,7 +290,7 @@ pub(super) struct Mlp {
 impl Mlp {
     pub(super) fn load(
         config: &ConfigFile<'_>,
-        s: &Sizes,
+        hidden: usize,
         bias: bool,
         layer: usize,
         weights: &mut Weights<'_>,
@@ -303,13 +303,13 @@ impl Mlp {
             if bias { Ok(Some(parts.iter().map(load).collect::<Result<Vec<_>, _>>()?)) } else { Ok(None) }
         };
         let gate_up_bias = biases(&[("gate_proj", inner), ("up_proj", inner)])?;
-        let down_bias = biases(&[("down_proj", s.hidden)])?;
+        let down_bias = biases(&[("down_proj", hidden)])?;
         let gate_up = [(name("mlp.gate_proj.weight"), inner), (name("mlp.up_proj.weight"), inner)];
         Ok(Mlp {
-            post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), s.hidden)?,
-            gate_up_proj: weights.stacked(&gate_up, s.hidden)?,
+            post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), hidden)?,
+            gate_up_proj: weights.stacked(&gate_up, hidden)?,
             gate_up_bias,
-            down_proj: weights.matrix(&name("mlp.down_proj.weight"), s.hidden, inner)?.into(),
+            down_proj: weights.matrix(&name("mlp.down_proj.weight"), hidden, inner)?.into(),
             down_bias,
             eps: eps(config)?,
         })
@@ -369,7 +369,7 @@ pub(super) struct SparseMoe {
 impl SparseMoe {
     pub(super) fn load(
         config: &ConfigFile<'_>,
-        s: &Sizes,
+        hidden: usize,
         moe: &MoeSizes,
         layer: usize,
         weights: &mut Weights<'_>,
@@ -377,15 +377,16 @@ impl SparseMoe {
         let name = |what: &str| format!("model.layers.{layer}.{what}");
         let expert = |e: usize, what: &str| name(&format!("mlp.experts.{e}.{what}.weight"));
         Ok(SparseMoe {
-            post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), s.hidden)?,
-            gate: weights.matrix(&name("mlp.gate.weight"), moe.n_experts, s.hidden)?,
-            experts: weights.experts(moe.n_experts, s.hidden, moe.intermediate, expert)?,
+            post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), hidden)?,
+            gate: weights.matrix(&name("mlp.gate.weight"), moe.n_experts, hidden)?,
+            experts: weights.experts(moe.n_experts, hidden, moe.intermediate, expert)?,
             renormalize: config.flag("norm_topk_prob", false)?,
             eps: eps(config)?,
         })
     }
 
-    pub(super) fn stages(&self, s: &Sizes, moe: &MoeSizes, b: &Batch) -> Vec<Stage> {
+    pub(super) fn stages(&self, s: &Sizes, b: &Batch) -> Vec<Stage> {
+        let moe = s.moe.as_ref().expect("a model with experts states their sizes");
         let (hidden, top_k) = (s.hidden as u32, moe.top_k as u32);
         let mut ops: Vec<Op> = vec![
             Route {

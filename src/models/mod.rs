@@ -5,6 +5,7 @@
 
 mod blocks;
 mod config;
+mod decoder;
 mod inventory;
 mod llama;
 mod qwen3;
@@ -97,9 +98,9 @@ pub enum ModelError {
 /// [`ModelError`]: an unknown `model_type`, a bad field, a missing or misshapen tensor, no memory.
 pub fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result<Box<dyn Model>, ModelError> {
     Ok(match config.text("model_type")?.as_str() {
-        "llama" => Box::new(llama::Llama::load(config, weights)?),
-        "qwen3" => Box::new(qwen3::Qwen3::load(config, weights)?),
-        "qwen3_moe" => Box::new(qwen3_moe::Qwen3Moe::load(config, weights)?),
+        "llama" => Box::new(llama::load(config, weights)?),
+        "qwen3" => Box::new(qwen3::load(config, weights)?),
+        "qwen3_moe" => Box::new(qwen3_moe::load(config, weights)?),
         other => return Err(config.unknown_model_type(other).into()),
     })
 }
