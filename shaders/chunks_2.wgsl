@@ -9,3 +9,16 @@ fn chunk_vec(chunk: u32, i: u32) -> vec4<u32> {
         default: { return chunk_0[i]; }
     }
 }
+
+struct Two {
+    first: vec4<u32>,
+    second: vec4<u32>,
+}
+
+// Two that lie side by side, in one choice of the chunk: compilers of software drivers take long over many.
+fn chunk_two(chunk: u32, i: u32) -> Two {
+    switch chunk {
+        case 1u: { return Two(chunk_1[i], chunk_1[i + 1u]); }
+        default: { return Two(chunk_0[i], chunk_0[i + 1u]); }
+    }
+}

@@ -21,3 +21,22 @@ fn chunk_vec(chunk: u32, i: u32) -> vec4<u32> {
         default: { return chunk_0[i]; }
     }
 }
+
+struct Two {
+    first: vec4<u32>,
+    second: vec4<u32>,
+}
+
+// Two that lie side by side, in one choice of the chunk: compilers of software drivers take long over many.
+fn chunk_two(chunk: u32, i: u32) -> Two {
+    switch chunk {
+        case 1u: { return Two(chunk_1[i], chunk_1[i + 1u]); }
+        case 2u: { return Two(chunk_2[i], chunk_2[i + 1u]); }
+        case 3u: { return Two(chunk_3[i], chunk_3[i + 1u]); }
+        case 4u: { return Two(chunk_4[i], chunk_4[i + 1u]); }
+        case 5u: { return Two(chunk_5[i], chunk_5[i + 1u]); }
+        case 6u: { return Two(chunk_6[i], chunk_6[i + 1u]); }
+        case 7u: { return Two(chunk_7[i], chunk_7[i + 1u]); }
+        default: { return Two(chunk_0[i], chunk_0[i + 1u]); }
+    }
+}

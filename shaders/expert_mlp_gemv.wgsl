@@ -41,11 +41,19 @@ var<immediate> p: Params;
 
 fn eight(chunk: u32, at: u32, i: u32) -> Eight {
     if FORMAT == F32 {
-        let low = bitcast<vec4<f32>>(chunk_vec(chunk, at + 2u * i));
-        return Eight(low, bitcast<vec4<f32>>(chunk_vec(chunk, at + 2u * i + 1u)));
+        let two = chunk_two(chunk, at + 2u * i);
+        return Eight(bitcast<vec4<f32>>(two.first), bitcast<vec4<f32>>(two.second));
     }
     let v = chunk_vec(chunk, at + i);
     return Eight(decode_half(FORMAT, v, false), decode_half(FORMAT, v, true));
+}
+
+// What columns 8 i .. 8 i + 8 add to both outputs; nothing where they are not inside.
+fn products(a: Eight, b: Eight, x_first: u32, i: u32, inside: bool) -> vec4<f32> {
+    let low = x[x_first + 2u * i];
+    let high = x[x_first + 2u * i + 1u];
+    let sums = vec4(dot(low, a.low) + dot(high, a.high), dot(low, b.low) + dot(high, b.high), 0.0, 0.0);
+    return select(vec4(0.0), sums, inside);
 }
 
 @compute @workgroup_size(WORKGROUP)
@@ -72,14 +80,26 @@ fn main(at: Invocation) {
         if DOWN {
             second = record + (p.weight_start + min(first + 1u, last) * p.in_features) / per_vec(FORMAT);
         }
+        // Four steps at a time keep eight loads on their way; steps behind the last column load it again and add nothing.
+        let n = p.in_features / 8u;
+        let lanes = lanes_of(at);
         var sums = vec4(0.0);
-        for (var i = lane_of(at); i < p.in_features / 8u; i += lanes_of(at)) {
-            let a = eight(chunk, row, i);
-            let b = eight(chunk, second, i);
-            let low = x[x_first + 2u * i];
-            let high = x[x_first + 2u * i + 1u];
-            sums.x += dot(low, a.low) + dot(high, a.high);
-            sums.y += dot(low, b.low) + dot(high, b.high);
+        for (var i = lane_of(at); i < n; i += 4u * lanes) {
+            let i_1 = min(i + lanes, n - 1u);
+            let i_2 = min(i + 2u * lanes, n - 1u);
+            let i_3 = min(i + 3u * lanes, n - 1u);
+            let a_0 = eight(chunk, row, i);
+            let b_0 = eight(chunk, second, i);
+            let a_1 = eight(chunk, row, i_1);
+            let b_1 = eight(chunk, second, i_1);
+            let a_2 = eight(chunk, row, i_2);
+            let b_2 = eight(chunk, second, i_2);
+            let a_3 = eight(chunk, row, i_3);
+            let b_3 = eight(chunk, second, i_3);
+            sums += products(a_0, b_0, x_first, i, true);
+            sums += products(a_1, b_1, x_first, i_1, i + lanes < n);
+            sums += products(a_2, b_2, x_first, i_2, i + 2u * lanes < n);
+            sums += products(a_3, b_3, x_first, i_3, i + 3u * lanes < n);
         }
         sums = team_sum(at, sums);
         if lane_of(at) == 0u && own < OUTPUTS && first <= last {

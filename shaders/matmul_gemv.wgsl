@@ -66,6 +66,29 @@ fn norm_eight(i: u32) -> Eight {
     return Eight(decode_half(NORM, v, false), decode_half(NORM, v, true));
 }
 
+// Of the second row: another output, or the same one's up.
+fn second_eight(at: u32, i: u32) -> Eight {
+    if GLU {
+        return up_eight(at, i);
+    }
+    return weight_eight(at, i);
+}
+
+// What columns 8 i .. 8 i + 8 add to both outputs and to the squares of x; nothing where they are not inside.
+fn products(a: Eight, b: Eight, x_first: u32, i: u32, inside: bool) -> vec4<f32> {
+    var low = x[x_first + 2u * i];
+    var high = x[x_first + 2u * i + 1u];
+    var squares = 0.0;
+    if NORM != NONE {
+        squares = dot(low, low) + dot(high, high);
+        let scale = norm_eight(i);
+        low *= scale.low;
+        high *= scale.high;
+    }
+    let sums = vec4(dot(low, a.low) + dot(high, a.high), dot(low, b.low) + dot(high, b.high), squares, 0.0);
+    return select(vec4(0.0), sums, inside);
+}
+
 fn finish(output: u32, sum: f32, up_sum: f32) {
     if output >= p.n_outputs {
         return;
@@ -107,26 +130,26 @@ fn main(at: Invocation) {
         if GLU {
             second = (p.up_at + min(first, p.n_outputs - 1u) * p.in_features) / per_vec(FORMAT);
         }
-        // Both outputs, and the squares of x.
+        // Four steps at a time keep eight loads on their way; steps behind the last column load it again and add nothing.
+        let n = p.in_features / 8u;
+        let lanes = lanes_of(at);
         var sums = vec4(0.0);
-        for (var i = lane_of(at); i < p.in_features / 8u; i += lanes_of(at)) {
-            let a = weight_eight(row, i);
-            var b: Eight;
-            if GLU {
-                b = up_eight(second, i);
-            } else {
-                b = weight_eight(second, i);
-            }
-            var low = x[x_first + 2u * i];
-            var high = x[x_first + 2u * i + 1u];
-            if NORM != NONE {
-                sums.z += dot(low, low) + dot(high, high);
-                let scale = norm_eight(i);
-                low *= scale.low;
-                high *= scale.high;
-            }
-            sums.x += dot(low, a.low) + dot(high, a.high);
-            sums.y += dot(low, b.low) + dot(high, b.high);
+        for (var i = lane_of(at); i < n; i += 4u * lanes) {
+            let i_1 = min(i + lanes, n - 1u);
+            let i_2 = min(i + 2u * lanes, n - 1u);
+            let i_3 = min(i + 3u * lanes, n - 1u);
+            let a_0 = weight_eight(row, i);
+            let b_0 = second_eight(second, i);
+            let a_1 = weight_eight(row, i_1);
+            let b_1 = second_eight(second, i_1);
+            let a_2 = weight_eight(row, i_2);
+            let b_2 = second_eight(second, i_2);
+            let a_3 = weight_eight(row, i_3);
+            let b_3 = second_eight(second, i_3);
+            sums += products(a_0, b_0, x_first, i, true);
+            sums += products(a_1, b_1, x_first, i_1, i + lanes < n);
+            sums += products(a_2, b_2, x_first, i_2, i + 2u * lanes < n);
+            sums += products(a_3, b_3, x_first, i_3, i + 3u * lanes < n);
         }
         sums = team_sum(at, sums);
         if NORM != NONE {

@@ -1,6 +1,6 @@
 // The router: norm, gate, softmax over all experts, the top_k largest in ascending order of id; equal scores choose the lower id.
 //
-// A workgroup is one row; a team computes four scores at a time, 4 columns a lane. An expert's rank is the number of experts
+// A workgroup is one row; a team computes four scores at a time, 8 columns a lane. An expert's rank is the number of experts
 // before it in the order (score descending, id ascending), so that ranks all differ whatever the scores are. All in f32.
 // Bound by the latency of one workgroup that reads the router.
 
@@ -44,42 +44,79 @@ fn order(score: f32) -> u32 {
     return select(bits | 0x80000000u, ~bits, (bits >> 31u) == 1u);
 }
 
-// Elements 4 i .. 4 i + 4 out of the vec4 they lie in.
-fn columns(format: u32, v: vec4<u32>, i: u32) -> vec4<f32> {
-    if format == F32 {
-        return bitcast<vec4<f32>>(v);
-    }
-    return decode_half(format, v, (i & 1u) == 1u);
-}
-
 fn x_element(i: u32) -> f32 {
     return x[i / 4u][i % 4u];
 }
 
-// x * norm, columns 4 i .. 4 i + 4; 0 behind the last.
-fn weighted(row: u32, i: u32) -> vec4<f32> {
+fn norm_element(i: u32) -> f32 {
+    let at = p.norm_at + i;
+    return decode_element(NORM, norm[at / per_vec(NORM)], at);
+}
+
+fn router_element(expert: u32, i: u32) -> f32 {
+    let at = p.router_at + expert * p.hidden + i;
+    return decode_element(ROUTER, router[at / per_vec(ROUTER)], at);
+}
+
+// Columns 8 i .. 8 i + 8; 0 behind the last.
+
+fn x_eight(row: u32, i: u32) -> Eight {
     if WIDE {
-        return x[row / 4u + i] * columns(NORM, norm[(p.norm_at + 4u * i) / per_vec(NORM)], i);
+        return Eight(x[row / 4u + 2u * i], x[row / 4u + 2u * i + 1u]);
     }
-    var v = vec4(0.0);
+    var v: Eight;
     for (var c = 0u; c < 4u; c++) {
-        if 4u * i + c < p.hidden {
-            let w = p.norm_at + 4u * i + c;
-            v[c] = x_element(row + 4u * i + c) * decode_element(NORM, norm[w / per_vec(NORM)], w);
+        let low = 8u * i + c;
+        if low < p.hidden {
+            v.low[c] = x_element(row + low);
+        }
+        if low + 4u < p.hidden {
+            v.high[c] = x_element(row + low + 4u);
         }
     }
     return v;
 }
 
-// Columns 4 i .. 4 i + 4 of an expert's row; 0 behind the last.
-fn router_four(expert: u32, i: u32) -> vec4<f32> {
-    let first = p.router_at + expert * p.hidden + 4u * i;
-    if WIDE {
-        return columns(ROUTER, router[first / per_vec(ROUTER)], i);
+fn norm_eight(i: u32) -> Eight {
+    let at = p.norm_at / per_vec(NORM);
+    if WIDE && NORM == F32 {
+        return Eight(bitcast<vec4<f32>>(norm[at + 2u * i]), bitcast<vec4<f32>>(norm[at + 2u * i + 1u]));
     }
-    var v = vec4(0.0);
-    for (var c = 0u; c < min(4u, p.hidden - 4u * i); c++) {
-        v[c] = decode_element(ROUTER, router[(first + c) / per_vec(ROUTER)], first + c);
+    if WIDE {
+        let v = norm[at + i];
+        return Eight(decode_half(NORM, v, false), decode_half(NORM, v, true));
+    }
+    var v: Eight;
+    for (var c = 0u; c < 4u; c++) {
+        let low = 8u * i + c;
+        if low < p.hidden {
+            v.low[c] = norm_element(low);
+        }
+        if low + 4u < p.hidden {
+            v.high[c] = norm_element(low + 4u);
+        }
+    }
+    return v;
+}
+
+fn router_eight(expert: u32, i: u32) -> Eight {
+    let at = (p.router_at + expert * p.hidden) / per_vec(ROUTER);
+    if WIDE && ROUTER == F32 {
+        return Eight(bitcast<vec4<f32>>(router[at + 2u * i]), bitcast<vec4<f32>>(router[at + 2u * i + 1u]));
+    }
+    if WIDE {
+        let v = router[at + i];
+        return Eight(decode_half(ROUTER, v, false), decode_half(ROUTER, v, true));
+    }
+    var v: Eight;
+    for (var c = 0u; c < 4u; c++) {
+        let low = 8u * i + c;
+        if low < p.hidden {
+            v.low[c] = router_element(expert, low);
+        }
+        if low + 4u < p.hidden {
+            v.high[c] = router_element(expert, low + 4u);
+        }
     }
     return v;
 }
@@ -91,15 +128,34 @@ fn main(at: Invocation) {
         return;
     }
     let row = p.x_at + n * p.hidden;
-    var squares = 0.0;
-    for (var i = at.thread; i < p.hidden; i += WORKGROUP) {
-        squares += x_element(row + i) * x_element(row + i);
+    let last = EXPERTS - 1u;
+    // Each team reads all of x and knows its scale without the others.
+    var scale: f32;
+    for (var first = 0u; first < EXPERTS; first += 4u * teams_of(at)) {
+        let e = first + 4u * team_of(at);
+        let experts = min(vec4(e, e + 1u, e + 2u, e + 3u), vec4(last));
+        var sums = vec4(0.0);
+        var squares = 0.0;
+        for (var i = lane_of(at); i < (p.hidden + 7u) / 8u; i += lanes_of(at)) {
+            let w_0 = router_eight(experts.x, i);
+            let w_1 = router_eight(experts.y, i);
+            let w_2 = router_eight(experts.z, i);
+            let w_3 = router_eight(experts.w, i);
+            let v = x_eight(row, i);
+            let weight = norm_eight(i);
+            squares += dot(v.low, v.low) + dot(v.high, v.high);
+            sums += (v.low * weight.low) * mat4x4(w_0.low, w_1.low, w_2.low, w_3.low);
+            sums += (v.high * weight.high) * mat4x4(w_0.high, w_1.high, w_2.high, w_3.high);
+        }
+        squares = team_sum(at, vec4(squares, 0.0, 0.0, 0.0)).x;
+        scale = inverseSqrt(squares / f32(p.hidden) + p.eps);
+        sums = team_sum(at, sums) * scale;
+        if lane_of(at) < 4u && e + lane_of(at) <= last {
+            scores[e + lane_of(at)] = sums[lane_of(at)];
+        }
     }
-    let scale = inverseSqrt(workgroup_sum(at, squares) / f32(p.hidden) + p.eps);
     for (var i = at.thread; i < p.hidden; i += WORKGROUP) {
-        let w = p.norm_at + i;
-        let value = x_element(row + i) * scale * decode_element(NORM, norm[w / per_vec(NORM)], w);
-        normed[p.normed_at + n * p.hidden + i] = value;
+        normed[p.normed_at + n * p.hidden + i] = x_element(row + i) * scale * norm_element(i);
     }
     if sequences[p.sequences_at + n] < 0 {
         for (var k = at.thread; k < p.top_k; k += WORKGROUP) {
@@ -107,25 +163,6 @@ fn main(at: Invocation) {
             weights[p.weights_at + n * p.top_k + k] = 0.0;
         }
         return;
-    }
-    let last = EXPERTS - 1u;
-    for (var first = 0u; first < EXPERTS; first += 4u * teams_of(at)) {
-        let e = first + 4u * team_of(at);
-        let experts = min(vec4(e, e + 1u, e + 2u, e + 3u), vec4(last));
-        var sums = vec4(0.0);
-        for (var i = lane_of(at); i < (p.hidden + 3u) / 4u; i += lanes_of(at)) {
-            let w = mat4x4(
-                router_four(experts.x, i),
-                router_four(experts.y, i),
-                router_four(experts.z, i),
-                router_four(experts.w, i),
-            );
-            sums += weighted(row, i) * w;
-        }
-        sums = team_sum(at, sums) * scale;
-        if lane_of(at) < 4u && e + lane_of(at) <= last {
-            scores[e + lane_of(at)] = sums[lane_of(at)];
-        }
     }
     workgroupBarrier();
     for (var e = at.thread; e < EXPERTS; e += WORKGROUP) {

@@ -112,7 +112,7 @@ kernels! {
     }
     ATTENTION_MERGE = "attention_merge" [] writes 1 reads 2 params 2 { SPLITS: &[2, 64], HEAD_DIM: &[8, 128] }
     ROUTE = "route" [Format, Team] writes 3 reads 4 params 11 {
-        WORKGROUP: &[256], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
+        WORKGROUP: &[256, 1024], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
         EXPERTS: &[8, 1024],
     }
     EXPERT_MLP_GEMV = "expert_mlp_gemv" [Format, Team, Chunks] writes 1 reads 4 params 16 {

@@ -9,8 +9,11 @@ const UNSAFE: [(&str, &str); 12] = [
     ("backends/cpu/src/pool.rs", "workers run a job that lies on the stack of the thread that waits"),
     ("backends/cuda/src/driver.rs", "calls of the driver"),
     ("backends/cuda/tests/programs.rs", "an allocator that counts"),
-    ("backends/wgpu/src/adapter.rs", "shaders without run-time checks, validated by a test"),
-    ("backends/wgpu/src/pipelines.rs", "a cache of compiled pipelines from the disk"),
+    ("backends/wgpu/src/adapter.rs", "a device's memory, as Vulkan tells it"),
+    (
+        "backends/wgpu/src/pipelines.rs",
+        "shaders without run-time checks, validated by a test; a cache from the disk",
+    ),
     ("src/formats/mapped.rs", "a file is mapped"),
     ("tests/no_allocation.rs", "an allocator that counts"),
     ("xtask/src/kernels/nvrtc.rs", "calls of the compiler's library"),

@@ -2,6 +2,7 @@
 
 use freetoken_backend::Route;
 
+use super::matmul::FEW_ROWS;
 use crate::{
     dispatch::{Call, Recorder, format_code},
     kernels::ROUTE,
@@ -34,10 +35,12 @@ pub(super) fn record(op: &Route, recorder: &mut Recorder<'_>) {
         router.at(op.router.format.row_bytes(1)),
         sequences.at(4),
     ];
+    // A single workgroup waits for memory: more threads have more loads on their way. Many workgroups do not need that.
+    let threads = if n <= FEW_ROWS { recorder.gpu.most_threads() } else { 256 };
     recorder.call(Call {
         kernel: &ROUTE,
         constants: vec![
-            ("WORKGROUP", 256),
+            ("WORKGROUP", threads),
             ("ROUTER", format_code(op.router.format)),
             ("NORM", norm_format),
             ("RENORMALIZE", p.renormalize),
