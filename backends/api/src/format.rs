@@ -21,14 +21,6 @@ impl Format {
             Format::Bf16 | Format::F16 => cols * 2,
         }
     }
-
-    /// Mean number of bits an element takes.
-    pub fn bits(self) -> f64 {
-        match self {
-            Format::F32 => 32.0,
-            Format::Bf16 | Format::F16 => 16.0,
-        }
-    }
 }
 
 impl fmt::Display for Format {

@@ -54,9 +54,7 @@ impl Cpu {
     /// # Errors
     /// The system's refusal to start a thread.
     pub fn new(options: CpuOptions) -> Result<Self> {
-        let pool = Pool::new(options.threads)
-            .map_err(|source| Error::Os { what: "starting worker threads", source })?;
-        Ok(Self::open(Isa::detect(), pool, options.precision))
+        Self::open(Isa::detect(), options)
     }
 
     /// One instance for each instruction set that this CPU has: what the conformance tests run.
@@ -64,18 +62,15 @@ impl Cpu {
     /// # Errors
     /// The system's refusal to start a thread.
     pub fn every_isa(options: CpuOptions) -> Result<Vec<Self>> {
-        let open = |isa| {
-            let pool = Pool::new(options.threads)
-                .map_err(|source| Error::Os { what: "starting worker threads", source })?;
-            Ok(Self::open(isa, pool, options.precision))
-        };
-        Isa::available().into_iter().map(open).collect()
+        Isa::available().into_iter().map(|isa| Self::open(isa, options)).collect()
     }
 
-    fn open(isa: Isa, pool: Pool, precision: Precision) -> Self {
+    fn open(isa: Isa, CpuOptions { threads, precision }: CpuOptions) -> Result<Self> {
+        let pool =
+            Pool::new(threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
         let detail = format!("{} threads, {}", pool.n_workers(), isa.name());
         let bf16 = precision == Precision::Auto && isa.multiplies_bf16();
-        Self::with(detail, precision, Some(Fast { pool, isa, bf16 }))
+        Ok(Self::with(detail, precision, Some(Fast { pool, isa, bf16 })))
     }
 
     /// The scalar reference: one thread, f32.

@@ -1,11 +1,13 @@
 //! Programs on the CPU: the stages as they are, and route points answered by a call.
 
-use freetoken_backend::{ExpertMlp, Experts, Program, Result, RouteAsk, RouteReply, Serve, Stage, View};
+use freetoken_backend::{
+    ExpertMlp, ExpertPool, Experts, Program, Result, RouteAsk, RouteReply, Serve, Stage, View,
+};
 
 use crate::{
     Cpu,
-    fast::{Fast, Scratch, matrices_in},
-    memory::{self, slice, slice_mut},
+    fast::{Fast, Scratch, matrices_in, matrices_of_slot},
+    memory::{slice, slice_mut},
 };
 
 pub(crate) struct CpuProgram {
@@ -38,10 +40,10 @@ impl Program for CpuProgram {
             match stage {
                 Stage::Ops(ops) => ops.iter().for_each(|op| cpu.0.run(op, &mut scratch)),
                 Stage::Route(point) => {
-                    let (pool_layer, p) = (layer(&point.mlp), &point.mlp.p);
+                    let ((_, layer), p) = (pool_of(&point.mlp), &point.mlp.p);
                     let (n_rows, top_k) = (p.n_rows as usize, p.top_k as usize);
                     let ask = RouteAsk {
-                        layer: pool_layer,
+                        layer,
                         n_rows,
                         top_k,
                         ids: &slice(&point.mlp.ids)[..n_rows * top_k],
@@ -68,49 +70,44 @@ impl Program for CpuProgram {
     }
 }
 
-fn layer(mlp: &ExpertMlp) -> u32 {
+/// The pool of a route point, and its row there.
+fn pool_of(mlp: &ExpertMlp) -> (&ExpertPool, u32) {
     match &mlp.experts {
-        Experts::Pool { layer, .. } => *layer,
+        Experts::Pool { pool, layer } => (pool, *layer),
         Experts::InPlace(_) => unreachable!("checked when the program was recorded"),
     }
 }
 
 /// Table changes, then fetches.
 fn apply(mlp: &ExpertMlp, reply: &RouteReply) {
-    let Experts::Pool { pool, layer } = &mlp.experts else {
-        unreachable!("checked when the program was recorded")
-    };
+    let (pool, layer) = pool_of(mlp);
     let table = slice_mut::<i32>(&pool.table);
     for change in &reply.table {
         table[change.entry as usize] = change.slot;
     }
     for &(expert, slot) in &reply.fetch {
-        slice_mut::<u8>(&pool.slot(slot as usize)).copy_from_slice(pool.banked(*layer, expert));
+        slice_mut::<u8>(&pool.slot(slot as usize)).copy_from_slice(pool.banked(layer, expert));
     }
 }
 
 /// Everything but what the host computes: hits and arrivals from slots, the rest from the host bank.
 fn compute(fast: &Fast, mlp: &ExpertMlp, reply: &RouteReply, scratch: &mut Scratch) {
-    let Experts::Pool { pool, layer } = &mlp.experts else {
-        unreachable!("checked when the program was recorded")
-    };
+    let (pool, layer) = pool_of(mlp);
     let routed = slice::<i32>(&mlp.ids);
     let mut ids = std::mem::take(&mut scratch.ids);
     for (id, &routed) in ids.iter_mut().zip(routed) {
         *id = if routed >= 0 && reply.host.contains(&(routed as u32)) { -1 } else { routed };
     }
     let find = |expert: usize| {
-        let slot = slice::<i32>(&pool.table)[pool.entry(*layer, expert as u32)];
+        let slot = slice::<i32>(&pool.table)[pool.entry(layer, expert as u32)];
         if slot < 0 {
             assert!(
                 reply.read_in_place.contains(&(expert as u32)),
                 "expert {expert} was left out of the reply"
             );
-            return matrices_in(&pool.record, pool.banked(*layer, expert as u32));
+            return matrices_in(&pool.record, pool.banked(layer, expert as u32));
         }
-        let (slot, bytes) = (slot as usize, pool.record.bytes);
-        let chunk = memory::bytes(&pool.chunks[slot / pool.slots_per_chunk]);
-        matrices_in(&pool.record, &chunk[slot % pool.slots_per_chunk * bytes..][..bytes])
+        matrices_of_slot(pool, slot as usize)
     };
     fast.expert_mlp(mlp, &ids[..(mlp.p.n_rows * mlp.p.top_k) as usize], &find, scratch);
     scratch.ids = ids;

@@ -1,12 +1,12 @@
 //! The expert MLP, the CPU's main work: routes are sorted by expert, so that the rows routed to one expert share one pass
 //! over its weights; every worker takes tiles of any expert. Bound by DRAM in decode.
 
-use freetoken_backend::{ExpertMlp, ExpertRecord, Experts, Format};
+use freetoken_backend::{ExpertMlp, ExpertPool, ExpertRecord, Experts, Format};
 
 use super::{Activations, Fast, ROW_BLOCK, Scratch};
 use crate::{
     isa,
-    memory::{slice, slice_mut},
+    memory::{bytes, slice, slice_mut},
     parallel::{MAX_TILE_COLS, Rows, for_each_row, for_each_tile, tile_cols},
     reference::{Found, find, silu},
 };
@@ -30,6 +30,13 @@ pub(crate) fn matrices_in<'a>(layout: &ExpertRecord, record: &'a [u8]) -> Matric
     }
 }
 
+/// The matrices of the record in a slot.
+pub(crate) fn matrices_of_slot(pool: &ExpertPool, slot: usize) -> Matrices<'_> {
+    let start = slot % pool.slots_per_chunk * pool.record.bytes;
+    let chunk = bytes(&pool.chunks[slot / pool.slots_per_chunk]);
+    matrices_in(&pool.record, &chunk[start..start + pool.record.bytes])
+}
+
 /// Finds experts that have a place on the device.
 pub(super) fn resident<'a>(op: &'a ExpertMlp) -> impl Fn(usize) -> Matrices<'a> + Sync {
     move |id| match (&op.experts, find(&op.experts, id)) {
@@ -39,11 +46,7 @@ pub(super) fn resident<'a>(op: &'a ExpertMlp) -> impl Fn(usize) -> Matrices<'a> 
             up: slice(&e.up.view),
             down: slice(&e.down.view),
         },
-        (Experts::Pool { pool, .. }, Found::Slot(slot)) => {
-            let start = slot % pool.slots_per_chunk * pool.record.bytes;
-            let chunk = &pool.chunks[slot / pool.slots_per_chunk];
-            matrices_in(&pool.record, &crate::memory::bytes(chunk)[start..start + pool.record.bytes])
-        }
+        (Experts::Pool { pool, .. }, Found::Slot(slot)) => matrices_of_slot(pool, slot),
         (Experts::InPlace(_), Found::Slot(_)) => unreachable!("slots lie in pools"),
     }
 }

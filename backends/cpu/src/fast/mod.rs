@@ -13,7 +13,7 @@ use std::ops::Range;
 use freetoken_backend::{Format, Op, Weight};
 use half::{bf16, f16};
 
-pub(crate) use expert_mlp::{Matrices, matrices_in};
+pub(crate) use expert_mlp::{Matrices, matrices_in, matrices_of_slot};
 pub(crate) use scratch::Scratch;
 
 use crate::{
