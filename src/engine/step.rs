@@ -4,7 +4,7 @@
 
 use std::{iter::once, ops::Range, sync::Arc};
 
-use freetoken_backend::{Backend, Caps, PAGE_TOKENS, RouteAsk, RouteReply, Stage};
+use freetoken_backend::{Backend, Caps, NoRoutePoints, PAGE_TOKENS, Stage};
 
 use super::{
     Batch, BlockPool, EngineError, Sequence,
@@ -170,7 +170,7 @@ impl Engine {
         let recorded = programs.get(Kind::Pick, 1, &**backend, &**model, batch)?;
         input.put_logit_rows(&recorded.batch, once(self.last_row));
         backend.write(&recorded.batch.input, input.put_sampling(&recorded.batch, once(&*sequence)))?;
-        recorded.program.replay(&mut no_route_point)?;
+        recorded.program.replay(&mut NoRoutePoints)?;
         drawer.draw(&**backend, recorded, 0, sequence).map(Some)
     }
 
@@ -188,7 +188,7 @@ impl Engine {
     /// [`EngineError`]; nothing was computed.
     pub fn compute(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
         let recorded = self.prefill_input(sequence, n)?;
-        recorded.program.replay(&mut no_route_point)?;
+        recorded.program.replay(&mut NoRoutePoints)?;
         self.advance(sequence, n);
         Ok(())
     }
@@ -222,7 +222,7 @@ impl Engine {
         input.put_rows(&recorded.batch, shared(), 1);
         input.put_logit_rows(&recorded.batch, 0..recorded.batch.n_rows);
         backend.write(&recorded.batch.input, input.put_sampling(&recorded.batch, shared()))?;
-        recorded.program.replay(&mut no_route_point)?;
+        recorded.program.replay(&mut NoRoutePoints)?;
         for (row, (drawn, sequence)) in drawn.iter_mut().zip(shared()).enumerate() {
             *drawn = drawer.draw(&**backend, recorded, row, sequence)?;
         }
@@ -264,7 +264,7 @@ impl Engine {
         // Rows that pad the bucket repeat the last one.
         input.put_logit_rows(batch, (0..batch.n_rows).map(|i| (rows.start + i).min(rows.end - 1)));
         backend.write(&batch.input, input.rows(batch))?;
-        recorded.program.replay(&mut no_route_point)?;
+        recorded.program.replay(&mut NoRoutePoints)?;
         Ok(backend.read(&batch.logits, bytemuck::cast_slice_mut(out))?)
     }
 
@@ -322,9 +322,4 @@ fn tile_rows(sizes: &Sizes, caps: &Caps, max_rows: usize) -> usize {
     let most = usize::try_from(share).unwrap_or(usize::MAX).min(caps.max_binding_bytes);
     let fits = (most / row_bytes.max(1)).clamp(1, max_rows);
     1 << fits.ilog2()
-}
-
-fn no_route_point(ask: &RouteAsk<'_>, _: &mut RouteReply) -> freetoken_backend::Result<()> {
-    let why = "the program asks for experts, and all of them are resident".into();
-    Err(freetoken_backend::Error::StepFailed { layer: ask.layer, why })
 }

@@ -424,6 +424,7 @@ impl SparseMoe {
                     hidden,
                     intermediate: moe.intermediate as u32,
                     n_experts: moe.n_experts as u32,
+                    in_place: 0,
                 },
             };
             let x = part(&b.x, s.hidden);

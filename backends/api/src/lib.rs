@@ -26,5 +26,7 @@ pub use experts::{ExpertPool, ExpertRecord, ExpertWeights, Experts, record};
 pub use format::Format;
 pub use memory::{Buffer, DeviceMemory, HostBuffer, HostBytes, HostMemory, View};
 pub use ops::*;
-pub use program::{HostRows, Program, RouteAsk, RoutePoint, RouteReply, Serve, Stage, TableChange};
+pub use program::{
+    LinkSample, NoRoutePoints, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange,
+};
 pub use weight::{Matrix, Weight};

@@ -1,8 +1,6 @@
 //! Programs: what a backend records once and replays once a step, and the questions it asks the host on the way.
 
-use std::sync::Arc;
-
-use crate::{ExpertMlp, Op, Result};
+use crate::{Error, ExpertMlp, Op, Result};
 
 /// A MoE layer whose experts may be elsewhere: the only place in a step where the host decides. Ops before it end with
 /// the router, ops after it start with the combine.
@@ -36,6 +34,17 @@ pub struct RouteAsk<'a> {
     pub weights: &'a [f32],
     /// What the experts multiply, `[n_rows, hidden]`.
     pub rows: &'a [f32],
+    /// What the device measured of its link since the last question, where it measures.
+    pub link: Option<LinkSample>,
+}
+
+/// Bytes that a device brought over its link, and how long that took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinkSample {
+    /// Bytes.
+    pub bytes: u64,
+    /// Seconds.
+    pub seconds: f64,
 }
 
 /// One write to the slot table.
@@ -56,10 +65,8 @@ pub struct RouteReply {
     pub fetch: Vec<(u32, u32)>,
     /// Experts to read from the host bank without a slot.
     pub read_in_place: Vec<u32>,
-    /// Experts whose rows the host computes.
+    /// Experts whose rows the host computes, in [`RouteServer::compute`].
     pub host: Vec<u32>,
-    /// Where those rows will be. The reply goes out before they are ready, so that the device works meanwhile.
-    pub host_rows: Option<Arc<dyn HostRows>>,
 }
 
 impl RouteReply {
@@ -70,7 +77,6 @@ impl RouteReply {
             fetch: Vec::with_capacity(n_experts),
             read_in_place: Vec::with_capacity(n_experts),
             host: Vec::with_capacity(n_experts),
-            host_rows: None,
         }
     }
 
@@ -80,25 +86,42 @@ impl RouteReply {
         self.fetch.clear();
         self.read_in_place.clear();
         self.host.clear();
-        self.host_rows = None;
     }
 }
 
-/// Rows that the host computes while the device does something else.
-pub trait HostRows: Send + Sync {
-    /// Waits, a bounded time, and gives `[n_rows, top_k, hidden]`: weighted rows at the places of the routes whose
-    /// expert is in [`RouteReply::host`], anything elsewhere.
-    fn wait(&self) -> Result<&[f32]>;
+/// The host's side of a program: decides at each route point, and computes what it takes on itself.
+pub trait RouteServer {
+    /// Fills the (empty) reply. The device waits.
+    fn answer(&mut self, ask: &RouteAsk<'_>, reply: &mut RouteReply) -> Result<()>;
+
+    /// Computes the routes whose expert is in `host`, each into its own row of `parts` `[n_rows, top_k, hidden]`, weighted, and
+    /// leaves the other rows alone. Called once the reply is on its way, so that the device works meanwhile.
+    fn compute(&mut self, ask: &RouteAsk<'_>, host: &[u32], parts: &mut [f32]) -> Result<()>;
 }
 
-/// How a program's questions are answered: fills the (empty) reply.
-pub type Serve<'a> = dyn FnMut(&RouteAsk<'_>, &mut RouteReply) -> Result<()> + 'a;
+/// The server of programs without route points.
+pub struct NoRoutePoints;
+
+impl RouteServer for NoRoutePoints {
+    fn answer(&mut self, ask: &RouteAsk<'_>, _: &mut RouteReply) -> Result<()> {
+        let why = "the program asks for experts, and all of them should have a place".into();
+        Err(Error::StepFailed { layer: ask.layer, why })
+    }
+
+    fn compute(&mut self, ask: &RouteAsk<'_>, _: &[u32], _: &mut [f32]) -> Result<()> {
+        Err(Error::StepFailed { layer: ask.layer, why: "nothing was given to the host".into() })
+    }
+}
 
 /// A recorded list of stages with everything it needs already made: a replay allocates nothing and compiles nothing.
 pub trait Program: Send {
-    /// Runs the whole program in order behind all earlier work, calls `serve` at each route point, and returns when the
+    /// Runs the whole program in order behind all earlier work, asks `server` at each route point, and returns when the
     /// outputs can be read. After an error nothing it wrote may be used.
-    fn replay(&mut self, serve: &mut Serve<'_>) -> Result<()>;
+    fn replay(&mut self, server: &mut dyn RouteServer) -> Result<()>;
+
+    /// Queues the whole program in [`crate::Lane::Compute`] and returns; its outputs are not brought to the host. Asserts that
+    /// it holds no route point.
+    fn submit(&mut self) -> Result<()>;
 
     /// The `i`-th output named when the program was recorded, as the last replay left it: f32 or i32 as 32-bit words.
     fn output(&self, i: usize) -> &[u32];

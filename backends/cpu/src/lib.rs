@@ -2,6 +2,7 @@
 //!
 //! Device memory is host memory here: weights are used where a checkpoint is mapped, and a route point is a call.
 
+mod experts;
 mod fast;
 mod isa;
 mod memory;

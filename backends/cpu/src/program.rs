@@ -1,12 +1,13 @@
 //! Programs on the CPU: the stages as they are, and route points answered by a call.
 
 use freetoken_backend::{
-    ExpertMlp, ExpertPool, Experts, Program, Result, RouteAsk, RouteReply, Serve, Stage, View,
+    ExpertMlp, ExpertPool, Experts, Program, Result, RouteAsk, RouteReply, RouteServer, Stage, View,
 };
 
 use crate::{
     Cpu,
-    fast::{Fast, Scratch, matrices_in, matrices_of_slot},
+    experts::{in_bank, in_slot},
+    fast::{Fast, Scratch},
     memory::{slice, slice_mut},
 };
 
@@ -33,7 +34,7 @@ impl CpuProgram {
 }
 
 impl Program for CpuProgram {
-    fn replay(&mut self, serve: &mut Serve<'_>) -> Result<()> {
+    fn replay(&mut self, server: &mut dyn RouteServer) -> Result<()> {
         let CpuProgram { cpu, stages, outputs, reply } = self;
         let mut scratch = cpu.lock();
         for stage in stages {
@@ -49,18 +50,32 @@ impl Program for CpuProgram {
                         ids: &slice(&point.mlp.ids)[..n_rows * top_k],
                         weights: &slice(&point.mlp.weights)[..n_rows * top_k],
                         rows: &slice(&point.mlp.x)[..n_rows * p.hidden as usize],
+                        link: None,
                     };
                     reply.clear();
-                    serve(&ask, reply)?;
+                    server.answer(&ask, reply)?;
                     apply(&point.mlp, reply);
                     let fast = cpu.0.fast.as_ref().expect("the reference records no route point");
                     compute(fast, &point.mlp, reply, &mut scratch);
-                    take_host_rows(&point.mlp, reply)?;
+                    if !reply.host.is_empty() {
+                        server.compute(&ask, &reply.host, slice_mut(&point.mlp.parts))?;
+                    }
                 }
             }
         }
         for (view, bytes) in outputs {
             bytes.copy_from_slice(slice(view));
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self) -> Result<()> {
+        let mut scratch = self.cpu.lock();
+        for stage in &self.stages {
+            match stage {
+                Stage::Ops(ops) => ops.iter().for_each(|op| self.cpu.0.run(op, &mut scratch)),
+                Stage::Route(_) => unreachable!("a program with a route point is replayed"),
+            }
         }
         Ok(())
     }
@@ -105,27 +120,10 @@ fn compute(fast: &Fast, mlp: &ExpertMlp, reply: &RouteReply, scratch: &mut Scrat
                 reply.read_in_place.contains(&(expert as u32)),
                 "expert {expert} was left out of the reply"
             );
-            return matrices_in(&pool.record, pool.banked(layer, expert as u32));
+            return Some(in_bank(pool, layer, expert as u32));
         }
-        matrices_of_slot(pool, slot as usize)
+        Some(in_slot(pool, slot as usize))
     };
     fast.expert_mlp(mlp, &ids[..(mlp.p.n_rows * mlp.p.top_k) as usize], &find, scratch);
     scratch.ids = ids;
-}
-
-/// The rows that the host computed meanwhile, each to its own place.
-fn take_host_rows(mlp: &ExpertMlp, reply: &RouteReply) -> Result<()> {
-    if reply.host.is_empty() {
-        return Ok(());
-    }
-    let rows = reply.host_rows.as_ref().expect("a reply with host experts has their rows");
-    let (rows, hidden) = (rows.wait()?, mlp.p.hidden as usize);
-    let parts = slice_mut::<f32>(&mlp.parts);
-    for (route, &id) in slice::<i32>(&mlp.ids)[..(mlp.p.n_rows * mlp.p.top_k) as usize].iter().enumerate() {
-        if id >= 0 && reply.host.contains(&(id as u32)) {
-            let range = route * hidden..(route + 1) * hidden;
-            parts[range.clone()].copy_from_slice(&rows[range]);
-        }
-    }
-    Ok(())
 }

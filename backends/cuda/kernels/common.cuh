@@ -140,7 +140,7 @@ struct RouteParams {
 };
 
 struct ExpertMlpParams {
-  u32 n_rows, top_k, hidden, intermediate, n_experts;
+  u32 n_rows, top_k, hidden, intermediate, n_experts, in_place;
 };
 
 struct CombineParams {

@@ -6,7 +6,7 @@
 use std::{ops::Range, time::Duration};
 
 use cudarc::driver::CudaEvent;
-use freetoken_backend::{Error, HostMemory, Program, Result, RouteReply, Serve, Stage, View};
+use freetoken_backend::{Error, HostMemory, Program, Result, RouteReply, RouteServer, Stage, View};
 
 use crate::{
     Cuda,
@@ -120,7 +120,7 @@ impl Drop for Step<'_> {
 }
 
 impl Program for CudaProgram {
-    fn replay(&mut self, serve: &mut Serve<'_>) -> Result<()> {
+    fn replay(&mut self, server: &mut dyn RouteServer) -> Result<()> {
         let cuda = self.cuda.clone();
         let _turn = cuda.lock();
         let device = cuda.device();
@@ -138,17 +138,29 @@ impl Program for CudaProgram {
                     let desk = desk.as_mut().expect("a program with route points has a desk");
                     wait(device, done, layer)?;
                     reply.clear();
-                    serve(&point.ask(desk), reply)?;
+                    server.answer(&point.ask(&desk.asked), reply)?;
                     point.settle(desk, reply).map_err(|why| Error::StepFailed { layer, why })?;
                     point.apply(device, reply)?;
                     experts.queue(device)?;
-                    point.take_host_rows(device, desk, reply)?;
+                    point.take_host_rows(device, desk, &reply.host, server)?;
                 }
             }
         }
         wait(device, done, layer)?;
         step.ended();
         Ok(())
+    }
+
+    fn submit(&mut self) -> Result<()> {
+        let cuda = self.cuda.clone();
+        let _turn = cuda.lock();
+        let device = cuda.device();
+        device.driver.alive()?;
+        self.recover(device)?;
+        self.parts.iter().try_for_each(|part| match part {
+            Part::Segment(segment) => segment.queue(device),
+            Part::Route { .. } => unreachable!("a program with a route point is replayed"),
+        })
     }
 
     fn output(&self, i: usize) -> &[u32] {

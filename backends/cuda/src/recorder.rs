@@ -36,6 +36,9 @@ pub(crate) fn plan(cuda: &Cuda, op: &Op) -> Result<Plan> {
     if matches!(op, Op::ExpertMlp(mlp) if matches!(mlp.experts, Experts::InPlace(_))) {
         return Err(unsupported("experts lie in a pool here".into()));
     }
+    if matches!(op, Op::ExpertMlp(mlp) if mlp.p.in_place > 0) {
+        return Err(unsupported("experts in place need a route point".into()));
+    }
     let planned = kernels::launches(op, cuda.precision(), cuda.facts());
     let (launches, scratch_bytes) = planned.map_err(|why| unsupported(why.0))?;
     Ok(Plan { launches, scratch_bytes })

@@ -8,7 +8,7 @@
 use std::{ops::Range, sync::Arc};
 
 use freetoken_backend::{
-    Buffer, Error, ExpertMlp, ExpertPool, Experts, HostMemory, Result, RouteAsk, RouteReply, View,
+    Buffer, ExpertMlp, ExpertPool, Experts, HostMemory, Result, RouteAsk, RouteReply, RouteServer, View,
 };
 
 use crate::{
@@ -176,9 +176,9 @@ impl Point {
     }
 
     /// What the host is asked, once the copies of [`Point::question`] are done.
-    pub(crate) fn ask<'a>(&self, desk: &'a Desk) -> RouteAsk<'a> {
+    pub(crate) fn ask<'a>(&self, asked: &'a PinnedMemory) -> RouteAsk<'a> {
         let [ids, weights, _, rows] = self.sizes.asked();
-        let asked = desk.asked.bytes();
+        let asked = asked.bytes();
         RouteAsk {
             layer: self.layer,
             n_rows: self.sizes.n_rows,
@@ -186,6 +186,7 @@ impl Point {
             ids: bytemuck::cast_slice(&asked[ids]),
             weights: bytemuck::cast_slice(&asked[weights]),
             rows: bytemuck::cast_slice(&asked[rows]),
+            link: None,
         }
     }
 
@@ -217,22 +218,26 @@ impl Point {
         Ok(())
     }
 
-    /// Queues the rows that the host computed, once they are there, behind the experts' work.
-    pub(crate) fn take_host_rows(&self, device: &Device, desk: &mut Desk, reply: &RouteReply) -> Result<()> {
-        let Some(rows) = reply.host_rows.as_ref().filter(|_| !reply.host.is_empty()) else { return Ok(()) };
-        let rows: &[u8] = bytemuck::cast_slice(rows.wait()?);
-        let (row, [.., place]) = (self.sizes.hidden * 4, self.sizes.answered());
-        if rows.len() < place.len() {
-            let why = format!("the host computed {} bytes of rows instead of {}", rows.len(), place.len());
-            return Err(Error::StepFailed { layer: self.layer, why });
+    /// Lets the host compute its rows while the device works, and queues their way behind the experts' work.
+    pub(crate) fn take_host_rows(
+        &self,
+        device: &Device,
+        desk: &mut Desk,
+        host: &[u32],
+        server: &mut dyn RouteServer,
+    ) -> Result<()> {
+        if host.is_empty() {
+            return Ok(());
         }
-        let span = desk.answered.span().slice(place.clone());
-        let asked: &[i32] = bytemuck::cast_slice(&desk.asked.bytes()[self.sizes.asked()[0].clone()]);
-        let on_host = |route: usize| asked[route] >= 0 && reply.host.contains(&(asked[route] as u32));
+        let (row, [.., place]) = (self.sizes.hidden * 4, self.sizes.answered());
+        let Desk { asked, answered, .. } = desk;
+        let ask = self.ask(asked);
+        server.compute(&ask, host, bytemuck::cast_slice_mut(&mut answered.bytes_mut()[place.clone()]))?;
+        let span = answered.span().slice(place);
+        let on_host = |route: usize| u32::try_from(ask.ids[route]).is_ok_and(|id| host.contains(&id));
         let mut route = 0;
         while let Some(run) = next_run(route, self.sizes.n_routes(), on_host) {
             let bytes = run.start * row..run.end * row;
-            desk.answered.bytes_mut()[place.clone()][bytes.clone()].copy_from_slice(&rows[bytes.clone()]);
             device.driver.copy(&device.compute, self.parts.slice(bytes.clone()), span.slice(bytes))?;
             route = run.end;
         }
@@ -285,9 +290,6 @@ fn settle(
     for &expert in &reply.host {
         *slots.get_mut(expert as usize).ok_or_else(|| unknown(expert))? = ON_HOST;
     }
-    if !reply.host.is_empty() && reply.host_rows.is_none() {
-        return Err("the reply computes experts on the host and gives no rows".into());
-    }
     for id in ids.iter_mut().filter(|id| **id >= 0) {
         match slots.get(*id as usize) {
             None => return Err(unknown(*id as u32)),
@@ -308,17 +310,9 @@ fn unknown(expert: u32) -> String {
 
 #[cfg(test)]
 mod tests {
-    use freetoken_backend::{HostRows, TableChange};
+    use freetoken_backend::TableChange;
 
     use super::*;
-
-    struct NoRows;
-
-    impl HostRows for NoRows {
-        fn wait(&self) -> Result<&[f32]> {
-            Ok(&[])
-        }
-    }
 
     /// Layer 1 of 2, five experts, four slots, two rows of two routes.
     const SIZES: Sizes =
@@ -343,7 +337,6 @@ mod tests {
             fetch: vec![(1, 2)],
             read_in_place: vec![3],
             host: vec![2],
-            host_rows: Some(Arc::new(NoRows)),
         };
         assert_eq!(settled(&reply, [1, 2, 3, 4]), Ok(([1, -1, 3, 4], [-1, 2, -1, 4 + 3, 0])));
     }
@@ -361,7 +354,6 @@ mod tests {
             (RouteReply { fetch: vec![(1, 2)], ..reply() }, [0; 4], "fetches expert 1"),
             (RouteReply { fetch: vec![(9, 2)], ..reply() }, [0; 4], "fetches expert 9"),
             (RouteReply { read_in_place: vec![5], ..reply() }, [0; 4], "expert 5"),
-            (RouteReply { host: vec![1], ..reply() }, [0; 4], "no rows"),
         ];
         for (reply, ids, why) in wrong {
             let error = settled(&reply, ids).unwrap_err();

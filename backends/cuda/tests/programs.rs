@@ -14,8 +14,8 @@ use std::{
 
 use freetoken_backend::{
     Activation, Backend, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, MatMul,
-    MatMulParams, Matrix, Op, Precision, RouteAsk, RoutePoint, RouteReply, Stage, TableChange, View, Weight,
-    record,
+    MatMulParams, Matrix, NoRoutePoints, Op, Precision, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage,
+    TableChange, View, Weight, record,
 };
 use freetoken_cuda::{CardChoice, Cuda, CudaOptions, Submission, cards};
 
@@ -57,10 +57,6 @@ fn backends() -> Vec<Cuda> {
         Cuda::open(&CardChoice::First, CudaOptions { precision: Precision::F32, submission }).unwrap()
     };
     vec![open(Submission::Staged), open(Submission::Graph)]
-}
-
-fn no_route_point(_: &RouteAsk<'_>, _: &mut RouteReply) -> freetoken_backend::Result<()> {
-    unreachable!("these programs hold no route point")
 }
 
 /// `out = factor * x`
@@ -107,15 +103,15 @@ fn two_programs_and_eager_runs_share_a_card() {
         cuda.write(&x, bytemuck::cast_slice(&[1.0_f32; WIDTH])).unwrap();
         let mut value = 1.0;
         for _ in 0..5 {
-            first.replay(&mut no_route_point).unwrap();
-            second.replay(&mut no_route_point).unwrap();
+            first.replay(&mut NoRoutePoints).unwrap();
+            second.replay(&mut NoRoutePoints).unwrap();
             cuda.run(std::slice::from_ref(&back)).unwrap();
             assert_eq!(floats(first.output(0)), [2.0 * value; WIDTH]);
             assert_eq!(floats(second.output(0)), [6.0 * value; WIDTH]);
             value *= 3.0;
         }
         drop(first);
-        second.replay(&mut no_route_point).unwrap();
+        second.replay(&mut NoRoutePoints).unwrap();
         assert_eq!(floats(second.output(0)), [2.0 * value; WIDTH], "y was not written again");
     }
 }
@@ -155,10 +151,24 @@ fn one_route_point(cuda: &Cuda) -> (Box<dyn freetoken_backend::Program>, Arc<Exp
             hidden: WIDTH as u32,
             intermediate: WIDTH as u32,
             n_experts: EXPERTS as u32,
+            in_place: 0,
         },
     };
     let parts = mlp.parts.clone();
     (cuda.record(&[Stage::Route(RoutePoint { mlp })], &[parts]).unwrap(), pool)
+}
+
+/// A server that gives nothing to the host.
+struct Decide<F>(F);
+
+impl<F: FnMut(&RouteAsk<'_>, &mut RouteReply) -> freetoken_backend::Result<()>> RouteServer for Decide<F> {
+    fn answer(&mut self, ask: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Result<()> {
+        self.0(ask, reply)
+    }
+
+    fn compute(&mut self, _: &RouteAsk<'_>, _: &[u32], _: &mut [f32]) -> freetoken_backend::Result<()> {
+        unreachable!("nothing was given to the host")
+    }
 }
 
 fn in_place(_: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Result<()> {
@@ -176,27 +186,30 @@ fn fetched(_: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Resul
 fn a_step_that_breaks_off_ends_soon_and_leaves_the_program_usable() {
     for cuda in backends() {
         let (mut program, _pool) = one_route_point(&cuda);
-        program.replay(&mut in_place).unwrap();
+        program.replay(&mut Decide(in_place)).unwrap();
         let expected = program.output(0).to_vec();
         assert!(floats(&expected).iter().all(|value| value.is_finite() && *value != 0.0));
 
         let start = Instant::now();
-        let refused =
-            program.replay(&mut |ask, _| Err(Error::StepFailed { layer: ask.layer, why: "no".into() }));
+        let refused = program.replay(&mut Decide(|ask: &RouteAsk<'_>, _: &mut RouteReply| {
+            Err(Error::StepFailed { layer: ask.layer, why: "no".into() })
+        }));
         assert!(matches!(refused, Err(Error::StepFailed { layer: 0, .. })), "{refused:?}");
-        let forgotten = program.replay(&mut |_, _| Ok(()));
+        let forgotten = program.replay(&mut Decide(|_: &RouteAsk<'_>, _: &mut RouteReply| Ok(())));
         assert!(
             matches!(&forgotten, Err(Error::StepFailed { why, .. }) if why.contains("expert 1")),
             "{forgotten:?}"
         );
-        let killed =
-            catch_unwind(AssertUnwindSafe(|| program.replay(&mut |_, _| panic!("the serving thread dies"))));
+        let killed = catch_unwind(AssertUnwindSafe(|| {
+            program
+                .replay(&mut Decide(|_: &RouteAsk<'_>, _: &mut RouteReply| panic!("the serving thread dies")))
+        }));
         assert!(killed.is_err());
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
 
-        program.replay(&mut in_place).unwrap();
+        program.replay(&mut Decide(in_place)).unwrap();
         assert_eq!(program.output(0), expected);
-        program.replay(&mut fetched).unwrap();
+        program.replay(&mut Decide(fetched)).unwrap();
         assert_eq!(program.output(0), expected, "a record gives the same rows from wherever it is read");
     }
 }
@@ -206,12 +219,12 @@ fn a_replay_allocates_nothing() {
     for cuda in backends() {
         let (mut program, _pool) = one_route_point(&cuda);
         // The driver's library finds a function when it is first called.
-        program.replay(&mut in_place).unwrap();
-        program.replay(&mut fetched).unwrap();
+        program.replay(&mut Decide(in_place)).unwrap();
+        program.replay(&mut Decide(fetched)).unwrap();
         let before = ALLOCATIONS.get();
         for _ in 0..3 {
-            program.replay(&mut in_place).unwrap();
-            program.replay(&mut fetched).unwrap();
+            program.replay(&mut Decide(in_place)).unwrap();
+            program.replay(&mut Decide(fetched)).unwrap();
         }
         assert_eq!(ALLOCATIONS.get(), before);
     }

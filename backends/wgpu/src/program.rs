@@ -1,6 +1,6 @@
 //! Programs: dispatches that are encoded again at each replay, cut into bounded submissions, with a stop at each route point.
 
-use freetoken_backend::{Program, Result, Serve, Stage, View};
+use freetoken_backend::{Program, Result, RouteServer, Stage, View};
 use wgpu::{BufferDescriptor, BufferUsages, ComputePassDescriptor};
 
 use crate::{
@@ -121,17 +121,29 @@ impl WgpuProgram {
 }
 
 impl Program for WgpuProgram {
-    fn replay(&mut self, serve: &mut Serve<'_>) -> Result<()> {
+    fn replay(&mut self, server: &mut dyn RouteServer) -> Result<()> {
         let WgpuProgram { backend, segments, outputs, mapped } = self;
         let State { lanes, staging, .. } = &mut *backend.lock();
         lanes.check()?;
         for segment in segments {
             match segment {
                 Segment::Dispatches(dispatches) => submit(lanes, dispatches, backend.gpu()),
-                Segment::Route(point) => point.replay(lanes, staging, backend.gpu(), serve)?,
+                Segment::Route(point) => point.replay(lanes, staging, backend.gpu(), server)?,
             }
         }
         Self::finish(outputs, mapped, lanes)
+    }
+
+    fn submit(&mut self) -> Result<()> {
+        let State { lanes, .. } = &mut *self.backend.lock();
+        lanes.check()?;
+        for segment in &self.segments {
+            match segment {
+                Segment::Dispatches(dispatches) => submit(lanes, dispatches, self.backend.gpu()),
+                Segment::Route(_) => unreachable!("a program with a route point is replayed"),
+            }
+        }
+        Ok(())
     }
 
     fn output(&self, i: usize) -> &[u32] {

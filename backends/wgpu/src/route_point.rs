@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use freetoken_backend::{Error, ExpertMlp, ExpertPool, Experts, Result, RouteAsk, RouteReply, Serve};
+use freetoken_backend::{Error, ExpertMlp, ExpertPool, Experts, Result, RouteAsk, RouteReply, RouteServer};
 use wgpu::{BufferDescriptor, BufferUsages};
 
 use crate::{
@@ -71,6 +71,8 @@ pub(crate) struct RoutePoint {
     ids: Vec<i32>,
     weights: Vec<f32>,
     rows: Vec<f32>,
+    /// What the host computes, `[n_rows, top_k, hidden]`.
+    host_rows: Vec<f32>,
     reply: RouteReply,
 }
 
@@ -107,6 +109,7 @@ impl RoutePoint {
             ids: vec![0; n * top_k],
             weights: vec![0.0; n * top_k],
             rows: vec![0.0; n * hidden],
+            host_rows: vec![0.0; n * top_k * hidden],
             reply: RouteReply::with_capacity(pool.n_experts),
         }
     }
@@ -117,16 +120,25 @@ impl RoutePoint {
         lanes: &mut Lanes,
         staging: &mut Staging,
         gpu: &Gpu,
-        serve: &mut Serve<'_>,
+        server: &mut dyn RouteServer,
     ) -> Result<()> {
         let seq = self.send_question(lanes);
         submit(lanes, &self.hits, gpu);
         self.read_question(lanes, seq)?;
-        let RoutePoint { layer, mlp, ids, weights, rows, reply, .. } = self;
+        let mut reply = std::mem::take(&mut self.reply);
         reply.clear();
+        let done = server
+            .answer(&self.ask(), &mut reply)
+            .and_then(|()| self.follow(&reply, lanes, staging, gpu))
+            .and_then(|()| self.take_host_rows(&reply.host, lanes, staging, server));
+        self.reply = reply;
+        done
+    }
+
+    fn ask(&self) -> RouteAsk<'_> {
+        let RoutePoint { layer, mlp, ids, weights, rows, .. } = self;
         let (n_rows, top_k) = (mlp.p.n_rows as usize, mlp.p.top_k as usize);
-        serve(&RouteAsk { layer: *layer, n_rows, top_k, ids, weights, rows }, reply)?;
-        self.follow(lanes, staging, gpu)
+        RouteAsk { layer: *layer, n_rows, top_k, ids, weights, rows, link: None }
     }
 
     /// Copies what the host decides by.
@@ -159,9 +171,15 @@ impl RoutePoint {
     }
 
     /// Does what the reply says.
-    fn follow(&mut self, lanes: &mut Lanes, staging: &mut Staging, gpu: &Gpu) -> Result<()> {
-        self.check()?;
-        let RoutePoint { pool, layer, reply, .. } = self;
+    fn follow(
+        &mut self,
+        reply: &RouteReply,
+        lanes: &mut Lanes,
+        staging: &mut Staging,
+        gpu: &Gpu,
+    ) -> Result<()> {
+        self.check(reply)?;
+        let RoutePoint { pool, layer, .. } = self;
         let table = (buffer(pool.table.buffer()), pool.table.range().start as u64);
         for change in &reply.table {
             lanes.write(table.0, table.1 + 4 * u64::from(change.entry), &change.slot.to_le_bytes());
@@ -181,36 +199,39 @@ impl RoutePoint {
             }
             self.guests.run(experts.iter().copied().zip(0..), lanes, gpu);
         }
-        self.take_host_rows(lanes, staging)
+        Ok(())
     }
 
-    /// The rows that the host computed meanwhile, each to its own place.
-    fn take_host_rows(&self, lanes: &mut Lanes, staging: &mut Staging) -> Result<()> {
-        let reply = &self.reply;
-        if reply.host.is_empty() {
+    /// Lets the host compute its rows while the device works; each goes to its own place.
+    fn take_host_rows(
+        &mut self,
+        host: &[u32],
+        lanes: &mut Lanes,
+        staging: &mut Staging,
+        server: &mut dyn RouteServer,
+    ) -> Result<()> {
+        if host.is_empty() {
             return Ok(());
         }
-        let rows =
-            reply.host_rows.as_ref().ok_or_else(|| self.failed("the reply has host experts and no rows"))?;
-        let (rows, hidden) = (rows.wait()?, self.mlp.p.hidden as usize);
+        let mut rows = std::mem::take(&mut self.host_rows);
+        let computed = server.compute(&self.ask(), host, &mut rows);
+        self.host_rows = rows;
+        computed?;
+        let hidden = self.mlp.p.hidden as usize;
         let (parts, start) = (buffer(self.mlp.parts.buffer()), self.mlp.parts.range().start);
         for (route, &id) in self.ids.iter().enumerate() {
-            if id >= 0 && reply.host.contains(&(id as u32)) {
-                let row = &rows[route * hidden..(route + 1) * hidden];
-                staging.upload(
-                    lanes,
-                    parts,
-                    (start + 4 * route * hidden) as u64,
-                    bytemuck::cast_slice(row),
-                )?;
+            if id >= 0 && host.contains(&(id as u32)) {
+                let row = &self.host_rows[route * hidden..(route + 1) * hidden];
+                let at = (start + 4 * route * hidden) as u64;
+                staging.upload(lanes, parts, at, bytemuck::cast_slice(row))?;
             }
         }
         Ok(())
     }
 
     /// Refuses what names an expert, a slot or an entry that there is not.
-    fn check(&self) -> Result<()> {
-        let (pool, reply, n_experts) = (&self.pool, &self.reply, self.pool.n_experts as u32);
+    fn check(&self, reply: &RouteReply) -> Result<()> {
+        let (pool, n_experts) = (&self.pool, self.pool.n_experts as u32);
         let mut banked = reply.fetch.iter().map(|(expert, _)| expert).chain(&reply.read_in_place);
         let entries = (pool.n_layers * pool.n_experts) as u32;
         if banked.any(|&expert| expert >= n_experts) || reply.host.iter().any(|&expert| expert >= n_experts) {

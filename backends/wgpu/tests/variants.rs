@@ -149,6 +149,7 @@ fn experts(a: &mut Arena<'_>, format: Format, n: usize, top_k: usize, hidden: us
             hidden: hidden as u32,
             intermediate: intermediate as u32,
             n_experts: n_experts as u32,
+            in_place: 0,
         },
     }
     .into())

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use freetoken_backend::{Backend, ExpertMlp, ExpertMlpParams, Experts, Op, Stage, View, os};
+use freetoken_backend::{Backend, ExpertMlp, ExpertMlpParams, Experts, NoRoutePoints, Op, Stage, View, os};
 use indicatif::BinaryBytes;
 
 use super::{
@@ -61,6 +61,7 @@ pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) ->
             hidden: hidden as u32,
             intermediate: intermediate as u32,
             n_experts: n_experts as u32,
+            in_place: 0,
         };
         let n_distinct = (n_rows * top_k).min(n_experts);
         let bytes = (n_distinct * expert_bytes) as f64;
@@ -154,7 +155,7 @@ fn measure(
         next += n_routes;
         backend.write(&ids, bytemuck::cast_slice(&routed))?;
         let start = Instant::now();
-        program.replay(&mut |_, _| unreachable!("experts without a route point"))?;
+        program.replay(&mut NoRoutePoints)?;
         Ok(start.elapsed().as_secs_f64())
     };
     call()?;

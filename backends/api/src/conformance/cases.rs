@@ -317,6 +317,7 @@ pub(super) fn expert_params(s: ExpertShape) -> ExpertMlpParams {
         hidden: s.hidden as u32,
         intermediate: s.intermediate as u32,
         n_experts: s.experts as u32,
+        in_place: 0,
     }
 }
 

@@ -13,7 +13,7 @@ use std::{fmt, time::Instant};
 pub use arena::{Arena, Fill, Rng};
 pub use cases::cases;
 
-use crate::{Backend, Error, Precision, RouteAsk, RouteReply, Stage};
+use crate::{Backend, Error, NoRoutePoints, Precision, Stage};
 
 /// One row of the table.
 pub struct Case {
@@ -105,6 +105,13 @@ pub fn run_suite(device: &dyn Backend, reference: &dyn Backend, only: &str) -> R
     for case in route_point::cases().into_iter().filter(|case| case.name.contains(only)) {
         report.rows.push(timed(case.name.clone(), &|| outcome(route_point::run(&case, device))));
     }
+    for (n_rows, in_place) in [(1, false), (1, true), (7, true), (40, false), (40, true)] {
+        let place = if in_place { "read in place" } else { "left alone" };
+        let name = format!("expert_mlp/without slots, {place} n={n_rows}");
+        if name.contains(only) {
+            report.rows.push(timed(name, &|| outcome(route_point::without_slots(device, n_rows, in_place))));
+        }
+    }
     let break_off = "route_point/a host that breaks off";
     if break_off.contains(only) {
         report.rows.push(timed(break_off.into(), &|| outcome(route_point::break_off(device))));
@@ -162,7 +169,7 @@ fn compare(case: &Case, device: &dyn Backend, reference: &dyn Backend) -> Result
             if program.is_none() {
                 program = Some(device.record(&stages, &[])?);
             }
-            program.as_mut().expect("recorded above").replay(&mut no_route_point)?;
+            program.as_mut().expect("recorded above").replay(&mut NoRoutePoints)?;
         }
         let error = here.compare(&there).map_err(|why| Failure::Wrong(format!("round {round}: {why}")))?;
         worst = worst.max(error);
@@ -178,8 +185,4 @@ fn ops(stages: &[Stage]) -> impl Iterator<Item = &crate::Op> {
         Stage::Ops(ops) => ops.iter(),
         Stage::Route(_) => unreachable!("cases of single ops hold no route point"),
     })
-}
-
-fn no_route_point(_: &RouteAsk<'_>, _: &mut RouteReply) -> crate::Result<()> {
-    unreachable!("cases of single ops hold no route point")
 }

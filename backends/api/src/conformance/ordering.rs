@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::Failure;
 use crate::{
-    Activation, Backend, Embed, EmbedParams, Format, Lane, MatMul, MatMulParams, Matrix, Op, RouteAsk,
-    RouteReply, Stage, View, Weight,
+    Activation, Backend, Embed, EmbedParams, Format, Lane, MatMul, MatMulParams, Matrix, NoRoutePoints, Op,
+    Stage, View, Weight,
 };
 
 type Check = fn(&dyn Backend) -> Result<f64, Failure>;
@@ -82,10 +82,6 @@ fn read(device: &dyn Backend, view: &View) -> crate::Result<Vec<u32>> {
     Ok(words)
 }
 
-fn no_route_point(_: &RouteAsk<'_>, _: &mut RouteReply) -> crate::Result<()> {
-    unreachable!("these programs hold no route point")
-}
-
 fn chain(device: &dyn Backend) -> Result<f64, Failure> {
     let (a, ops) = rotate_chain(device)?;
     device.write(&a, bytemuck::cast_slice(&values(0)))?;
@@ -93,7 +89,7 @@ fn chain(device: &dyn Backend) -> Result<f64, Failure> {
     expect(&read(device, &a)?, &rotated(values(0), CHAIN), "eager")?;
     let mut program = device.record(&[Stage::Ops(ops)], std::slice::from_ref(&a))?;
     for replay in 2..5 {
-        program.replay(&mut no_route_point)?;
+        program.replay(&mut NoRoutePoints)?;
         expect(program.output(0), &rotated(values(0), CHAIN * replay), "replay")?;
     }
     Ok(0.0)
@@ -104,7 +100,7 @@ fn writes_between_replays(device: &dyn Backend) -> Result<f64, Failure> {
     let mut program = device.record(&[Stage::Ops(ops)], std::slice::from_ref(&a))?;
     for start in 0..50 {
         device.write(&a, bytemuck::cast_slice(&values(start)))?;
-        program.replay(&mut no_route_point)?;
+        program.replay(&mut NoRoutePoints)?;
         expect(program.output(0), &rotated(values(start), CHAIN), "replay")?;
     }
     Ok(0.0)

@@ -15,8 +15,8 @@ use super::{
     cases::{ExpertShape, expert_params, routes},
 };
 use crate::{
-    Backend, Error, ExpertMlp, ExpertPool, ExpertRecord, Experts, Format, HostRows, Precision, Program,
-    RouteAsk, RoutePoint, RouteReply, Stage, TableChange, View, record,
+    Backend, Error, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertRecord, Experts, Format, NoRoutePoints,
+    Precision, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange, View, record,
 };
 
 /// A step that breaks off must have ended by then.
@@ -58,14 +58,6 @@ pub(super) fn cases() -> Vec<RouteCase> {
         }
     }
     cases
-}
-
-struct Rows(Vec<f32>);
-
-impl HostRows for Rows {
-    fn wait(&self) -> crate::Result<&[f32]> {
-        Ok(&self.0)
-    }
 }
 
 /// Slots as the host sees them: the equal mirror of the device's table.
@@ -167,15 +159,10 @@ impl<'a> Layers<'a> {
         self.device.write(&self.x, bytemuck::cast_slice(&x))?;
         self.device.write(&self.weights, bytemuck::cast_slice(&weights))?;
         self.device.write(&self.ids, bytemuck::cast_slice(&ids))?;
-        let mut asked = Vec::new();
-        let (pool, mirror, rng) = (&self.pool, &mut self.mirror, &mut self.rng);
-        let mut serve = |ask: &RouteAsk<'_>, reply: &mut RouteReply| {
-            asked.push(ask.layer);
-            assert_eq!((ask.ids, ask.n_rows, ask.top_k), (&ids[..], s.n, s.top_k), "what the host is asked");
-            answer(ask, reply, pool, choices, mirror, rng);
-            Ok(())
-        };
-        self.program.replay(&mut serve)?;
+        let Layers { pool, mirror, rng, program, .. } = self;
+        let mut server = Server { asked: Vec::new(), ids: &ids, shape: s, pool, choices, mirror, rng };
+        program.replay(&mut server)?;
+        let asked = server.asked;
         if asked != [0, 1] {
             return Err(Failure::Wrong(format!("route points asked: {asked:?}")));
         }
@@ -185,21 +172,80 @@ impl<'a> Layers<'a> {
         };
         Ok(error(0).max(error(1)))
     }
+}
 
-    fn within_bound(&self, error: f64) -> Result<f64, Failure> {
-        let bound = if self.device.caps().precision == Precision::F32 { 1e-10 } else { 1e-4 };
-        if error > bound {
-            return Err(Failure::Wrong(format!("error {error:.2e}, bound {bound:.0e}")));
-        }
-        Ok(error)
+fn within_bound(device: &dyn Backend, error: f64) -> Result<f64, Failure> {
+    let bound = if device.caps().precision == Precision::F32 { 1e-10 } else { 1e-4 };
+    if error > bound {
+        return Err(Failure::Wrong(format!("error {error:.2e}, bound {bound:.0e}")));
     }
+    Ok(error)
 }
 
 /// Replays with changing inputs and random answers.
 pub(super) fn run(case: &RouteCase, device: &dyn Backend) -> Result<f64, Failure> {
     let mut layers = Layers::new(device, case.shape, case.n_slots)?;
     let errors = (0..6).map(|round| layers.replay(round, case.choices)).collect::<Result<Vec<_>, _>>()?;
-    layers.within_bound(errors.into_iter().fold(0.0, f64::max))
+    within_bound(device, errors.into_iter().fold(0.0, f64::max))
+}
+
+/// Experts without a slot, in a program without route points: read from the bank where the op says so, else left alone.
+pub(super) fn without_slots(device: &dyn Backend, n_rows: usize, in_place: bool) -> Result<f64, Failure> {
+    let shape = ExpertShape {
+        format: Format::Bf16,
+        pool: true,
+        n: n_rows,
+        hidden: 64,
+        intermediate: 48,
+        top_k: 2,
+        experts: 10,
+    };
+    if in_place && !device.caps().reads_host {
+        let why = "the device does not read host memory".into();
+        let refused = Error::Unsupported { backend: device.caps().backend, op: "expert_mlp", why };
+        return Err(Failure::Backend(refused));
+    }
+    let Layers { pool, x, ids, weights, mut rng, .. } = Layers::new(device, shape, 4)?;
+    let parts = device.alloc(n_rows * shape.top_k * shape.hidden * 4)?.whole();
+    let p = ExpertMlpParams { in_place: in_place as u32, ..expert_params(shape) };
+    let experts = Experts::Pool { pool: pool.clone(), layer: 1 };
+    let op = ExpertMlp { parts, x: x.clone(), ids: ids.clone(), weights: weights.clone(), experts, p };
+    let parts = op.parts.clone();
+    let mut program = device.record(&[Stage::Ops(vec![op.into()])], std::slice::from_ref(&parts))?;
+    // Experts 3, 5 and 7 of the layer have slots 2, 0 and 3.
+    let mut table = vec![-1_i32; 2 * shape.experts];
+    for (expert, slot) in [(3, 2), (5, 0), (7, 3)] {
+        table[shape.experts + expert] = slot;
+        device.write(&pool.slot(slot as usize), pool.banked(1, expert as u32))?;
+    }
+    device.write(&pool.table, bytemuck::cast_slice(&table))?;
+    let mut worst = 0.0_f64;
+    for round in 0..3 {
+        let mut floats = |n: usize| (0..n).map(|_| rng.symmetric(1.0)).collect::<Vec<f32>>();
+        let (x_now, weights_now) = (floats(n_rows * shape.hidden), floats(n_rows * shape.top_k));
+        let turned = |e: i32| if e < 0 { e } else { (e + round) % shape.experts as i32 };
+        let routed: Vec<i32> = (0..n_rows).flat_map(|row| routes(row, shape)).map(turned).collect();
+        device.write(&x, bytemuck::cast_slice(&x_now))?;
+        device.write(&weights, bytemuck::cast_slice(&weights_now))?;
+        device.write(&ids, bytemuck::cast_slice(&routed))?;
+        let before = floats(n_rows * shape.top_k * shape.hidden);
+        device.write(&parts, bytemuck::cast_slice(&before))?;
+        program.replay(&mut NoRoutePoints)?;
+        let got: &[f32] = bytemuck::cast_slice(program.output(0));
+        let computed = |id: i32| id >= 0 && (in_place || table[shape.experts + id as usize] >= 0);
+        for (route, _) in routed.iter().enumerate().filter(|(_, id)| !computed(**id)) {
+            let row = route * shape.hidden..(route + 1) * shape.hidden;
+            if got[row.clone()] != before[row] {
+                return Err(Failure::Wrong(format!(
+                    "round {round}: route {route} has no place and was written"
+                )));
+            }
+        }
+        let live: Vec<i32> = routed.iter().map(|&id| if computed(id) { id } else { -1 }).collect();
+        let want = rows(&pool, 1, &live, &weights_now, &x_now, shape.top_k);
+        worst = worst.max(live_error(got, &want, &live, shape.hidden));
+    }
+    within_bound(device, worst)
 }
 
 /// A host that breaks off in the middle of a step, by an error or by unwinding, ends the step in time, and the next step is
@@ -218,13 +264,8 @@ pub(super) fn break_off(device: &dyn Backend) -> Result<f64, Failure> {
     let mut worst = layers.replay(0, Choices { fetch: false, read_in_place: false, host: true })?;
     for unwinds in [false, true] {
         let start = Instant::now();
-        let mut serve = |ask: &RouteAsk<'_>, _: &mut RouteReply| {
-            if unwinds {
-                std::panic::resume_unwind(Box::new("the host is gone"));
-            }
-            Err(Error::StepFailed { layer: ask.layer, why: "the host gives up".into() })
-        };
-        let replayed = std::panic::catch_unwind(AssertUnwindSafe(|| layers.program.replay(&mut serve)));
+        let mut server = BreaksOff { unwinds };
+        let replayed = std::panic::catch_unwind(AssertUnwindSafe(|| layers.program.replay(&mut server)));
         if matches!(replayed, Ok(Ok(()))) {
             return Err(Failure::Wrong("a step whose host broke off counts as done".into()));
         }
@@ -233,49 +274,86 @@ pub(super) fn break_off(device: &dyn Backend) -> Result<f64, Failure> {
         }
         worst = worst.max(layers.replay(1, Choices { fetch: false, read_in_place: false, host: true })?);
     }
-    layers.within_bound(worst)
+    within_bound(device, worst)
 }
 
-fn answer(
-    ask: &RouteAsk<'_>,
-    reply: &mut RouteReply,
-    pool: &ExpertPool,
+/// Answers at random, and computes what it takes on itself.
+struct Server<'a> {
+    asked: Vec<u32>,
+    /// What the route points must ask for.
+    ids: &'a [i32],
+    shape: ExpertShape,
+    pool: &'a ExpertPool,
     choices: Choices,
-    mirror: &mut Mirror,
-    rng: &mut Rng,
-) {
-    let mut needed: Vec<u32> =
-        ask.ids.iter().filter(|&&e| e >= 0).map(|&e| pool.entry(ask.layer, e as u32) as u32).collect();
-    needed.sort_unstable();
-    needed.dedup();
-    for &entry in &needed {
-        if mirror.slot_of[entry as usize] >= 0 {
-            continue;
-        }
-        let expert = entry % pool.n_experts as u32;
-        let pick = rng.below(3);
-        let may_fetch = choices.fetch && (pick == 0 || !(choices.read_in_place || choices.host));
-        if let Some(slot) = may_fetch.then(|| mirror.victim(&needed)).flatten() {
-            if let Some(owner) = mirror.owner[slot].replace(entry) {
-                mirror.slot_of[owner as usize] = -1;
-                reply.table.push(TableChange { entry: owner, slot: -1 });
+    mirror: &'a mut Mirror,
+    rng: &'a mut Rng,
+}
+
+impl RouteServer for Server<'_> {
+    fn answer(&mut self, ask: &RouteAsk<'_>, reply: &mut RouteReply) -> crate::Result<()> {
+        let Server { asked, ids, shape, pool, choices, mirror, rng } = self;
+        asked.push(ask.layer);
+        assert_eq!((ask.ids, ask.n_rows, ask.top_k), (*ids, shape.n, shape.top_k), "what the host is asked");
+        let mut needed: Vec<u32> =
+            ask.ids.iter().filter(|&&e| e >= 0).map(|&e| pool.entry(ask.layer, e as u32) as u32).collect();
+        needed.sort_unstable();
+        needed.dedup();
+        for &entry in &needed {
+            if mirror.slot_of[entry as usize] >= 0 {
+                continue;
             }
-            mirror.slot_of[entry as usize] = slot as i32;
-            reply.table.push(TableChange { entry, slot: slot as i32 });
-            reply.fetch.push((expert, slot as u32));
-            continue;
+            let expert = entry % pool.n_experts as u32;
+            let pick = rng.below(3);
+            let may_fetch = choices.fetch && (pick == 0 || !(choices.read_in_place || choices.host));
+            if let Some(slot) = may_fetch.then(|| mirror.victim(&needed)).flatten() {
+                if let Some(owner) = mirror.owner[slot].replace(entry) {
+                    mirror.slot_of[owner as usize] = -1;
+                    reply.table.push(TableChange { entry: owner, slot: -1 });
+                }
+                mirror.slot_of[entry as usize] = slot as i32;
+                reply.table.push(TableChange { entry, slot: slot as i32 });
+                reply.fetch.push((expert, slot as u32));
+                continue;
+            }
+            if choices.read_in_place && (pick <= 1 || !choices.host) {
+                reply.read_in_place.push(expert);
+            } else if choices.host {
+                reply.host.push(expert);
+            } else {
+                reply.read_in_place.push(expert);
+            }
         }
-        if choices.read_in_place && (pick <= 1 || !choices.host) {
-            reply.read_in_place.push(expert);
-        } else if choices.host {
-            reply.host.push(expert);
-        } else {
-            reply.read_in_place.push(expert);
-        }
+        Ok(())
     }
-    if !reply.host.is_empty() {
-        let all = rows(pool, ask.layer, ask.ids, ask.weights, ask.rows, ask.top_k);
-        reply.host_rows = Some(Arc::new(Rows(all.iter().map(|&v| v as f32).collect())));
+
+    fn compute(&mut self, ask: &RouteAsk<'_>, host: &[u32], parts: &mut [f32]) -> crate::Result<()> {
+        let hidden = self.shape.hidden;
+        let all = rows(self.pool, ask.layer, ask.ids, ask.weights, ask.rows, ask.top_k);
+        for (route, &id) in ask.ids.iter().enumerate().filter(|(_, id)| **id >= 0) {
+            if host.contains(&(id as u32)) {
+                let row = route * hidden..(route + 1) * hidden;
+                parts[row.clone()].iter_mut().zip(&all[row]).for_each(|(part, v)| *part = *v as f32);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Gives up at the first question.
+struct BreaksOff {
+    unwinds: bool,
+}
+
+impl RouteServer for BreaksOff {
+    fn answer(&mut self, ask: &RouteAsk<'_>, _: &mut RouteReply) -> crate::Result<()> {
+        if self.unwinds {
+            std::panic::resume_unwind(Box::new("the host is gone"));
+        }
+        Err(Error::StepFailed { layer: ask.layer, why: "the host gives up".into() })
+    }
+
+    fn compute(&mut self, _: &RouteAsk<'_>, _: &[u32], _: &mut [f32]) -> crate::Result<()> {
+        unreachable!("nothing was given to the host")
     }
 }
 

@@ -17,7 +17,7 @@ pub struct ExpertMlp {
     pub ids: View,
     /// f32 `[n_rows, top_k]`
     pub weights: View,
-    /// The experts, and where they are. In [`super::Op::ExpertMlp`] all of them have a place.
+    /// The experts, and where they are. Routes to an expert of a pool that has no slot write nothing, unless `p.in_place`.
     pub experts: Experts,
     /// Sizes.
     pub p: ExpertMlpParams,
@@ -37,6 +37,8 @@ pub struct ExpertMlpParams {
     pub intermediate: u32,
     /// Number of experts.
     pub n_experts: u32,
+    /// 1 to read experts of a pool that have no slot from the host bank of their layer, where they lie.
+    pub in_place: u32,
 }
 
 impl OpSpec for ExpertMlp {
@@ -94,6 +96,11 @@ impl OpSpec for ExpertMlp {
                     "expert_mlp: record"
                 );
                 assert!((*layer as usize) < pool.n_layers, "expert_mlp: layer {layer} of {}", pool.n_layers);
+                let has_bank = (*layer as usize) < pool.banks.len();
+                assert!(
+                    self.p.in_place == 0 || has_bank,
+                    "expert_mlp: layer {layer} has no bank to read in place"
+                );
             }
         }
     }

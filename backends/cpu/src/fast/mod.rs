@@ -13,10 +13,10 @@ use std::ops::Range;
 use freetoken_backend::{Format, Op, Weight};
 use half::{bf16, f16};
 
-pub(crate) use expert_mlp::{Matrices, matrices_in, matrices_of_slot};
 pub(crate) use scratch::Scratch;
 
 use crate::{
+    experts::{Matrices, find},
     isa::{self, Isa, WeightRows},
     memory::slice,
     parallel::for_each_row,
@@ -63,7 +63,7 @@ impl Fast {
             Op::Attention(op) => attention::attention(self, op, scratch),
             Op::Route(op) => route::route(self, op, scratch),
             Op::ExpertMlp(op) => {
-                expert_mlp::expert_mlp(self, op, slice(&op.ids), &expert_mlp::resident(op), scratch)
+                expert_mlp::expert_mlp(self, op, slice(&op.ids), &|id| find(op, id), scratch)
             }
             Op::Combine(op) => reference::combine(op),
             Op::EditLogits(op) => reference::edit_logits(op),
@@ -76,7 +76,7 @@ impl Fast {
         &self,
         op: &freetoken_backend::ExpertMlp,
         ids: &[i32],
-        find: &(dyn Fn(usize) -> Matrices<'a> + Sync),
+        find: &(dyn Fn(usize) -> Option<Matrices<'a>> + Sync),
         scratch: &mut Scratch,
     ) {
         expert_mlp::expert_mlp(self, op, ids, find, scratch);

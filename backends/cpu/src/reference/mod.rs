@@ -15,7 +15,6 @@ use half::{bf16, f16};
 
 pub(crate) use combine::combine;
 pub(crate) use edit_logits::edit_logits;
-pub(crate) use expert_mlp::{Found, find};
 pub(crate) use rope_cache::rope_cache;
 pub(crate) use route::choose;
 pub(crate) use top_logits::order;
@@ -39,11 +38,18 @@ pub(crate) fn run(op: &Op) {
 
 /// `n` elements of a weight from element `start` on, as f32.
 pub(crate) fn elements(weight: &Weight, start: usize, n: usize) -> Vec<f32> {
+    elements_in(weight.format, slice(&weight.view), start, n)
+}
+
+/// The same of a weight that lies in `bytes`.
+fn elements_in(format: Format, bytes: &[u8], start: usize, n: usize) -> Vec<f32> {
     let end = start + n;
-    match weight.format {
-        Format::F32 => slice::<f32>(&weight.view)[start..end].to_vec(),
-        Format::Bf16 => slice::<bf16>(&weight.view)[start..end].iter().map(|v| v.to_f32()).collect(),
-        Format::F16 => slice::<f16>(&weight.view)[start..end].iter().map(|v| v.to_f32()).collect(),
+    match format {
+        Format::F32 => bytemuck::cast_slice::<_, f32>(bytes)[start..end].to_vec(),
+        Format::Bf16 => {
+            bytemuck::cast_slice::<_, bf16>(bytes)[start..end].iter().map(|v| v.to_f32()).collect()
+        }
+        Format::F16 => bytemuck::cast_slice::<_, f16>(bytes)[start..end].iter().map(|v| v.to_f32()).collect(),
     }
 }
 
