@@ -120,6 +120,14 @@ pub fn open(
     }
 }
 
+/// The CPU as the host beside another device.
+///
+/// # Errors
+/// The system's refusal to start threads.
+pub fn host(precision: Precision, threads: Option<usize>) -> Result<Arc<dyn Backend>, Error> {
+    Ok(Arc::new(Cpu::new(CpuOptions { threads, precision })?))
+}
+
 /// The device that conformance is measured against: the scalar CPU.
 pub fn reference() -> Arc<dyn Backend> {
     Arc::new(Cpu::reference())

@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use anyhow::{Context, Result, ensure};
-use freetoken_backend::{Backend, Precision};
+use freetoken_backend::{Backend, Caps, Precision};
 use serde_json::Value;
 
 use crate::{
@@ -12,6 +12,7 @@ use crate::{
     engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
     formats::{json, safetensors::Shard},
     model_files::ModelFiles,
+    moe::{CacheSize, ElasticOptions, Mode, Rates},
 };
 
 /// One thing that was compared.
@@ -88,19 +89,142 @@ impl Expected {
     }
 }
 
+/// Where experts are while a golden checkpoint is checked: the outputs must not tell.
+#[derive(Debug, Clone, Copy)]
+pub struct Placement {
+    /// For reports.
+    pub name: &'static str,
+    /// Slots of the cache; `None`: all experts on the device, and no route points.
+    pub slots: Option<usize>,
+    /// Where misses are computed.
+    pub mode: Mode,
+    /// Whether the device may read host memory.
+    pub in_place: bool,
+    /// Whether the host may compute.
+    pub host: bool,
+    /// Whether the cache is made smaller and larger on the way.
+    pub resized: bool,
+}
+
+/// Every place that an expert can have.
+pub const PLACEMENTS: &[Placement] = &[
+    Placement { name: "resident", slots: None, mode: Mode::Auto, in_place: true, host: true, resized: false },
+    Placement {
+        name: "two slots",
+        slots: Some(2),
+        mode: Mode::Auto,
+        in_place: true,
+        host: true,
+        resized: false,
+    },
+    Placement {
+        name: "no slots",
+        slots: Some(0),
+        mode: Mode::Cpu,
+        in_place: false,
+        host: true,
+        resized: false,
+    },
+    Placement {
+        name: "fetched",
+        slots: Some(40),
+        mode: Mode::Gpu,
+        in_place: false,
+        host: false,
+        resized: false,
+    },
+    Placement {
+        name: "in place",
+        slots: Some(3),
+        mode: Mode::Gpu,
+        in_place: true,
+        host: false,
+        resized: false,
+    },
+    Placement {
+        name: "half and half",
+        slots: Some(9),
+        mode: Mode::Share(0.5),
+        in_place: true,
+        host: true,
+        resized: false,
+    },
+    Placement {
+        name: "resized",
+        slots: Some(48),
+        mode: Mode::Share(0.7),
+        in_place: true,
+        host: true,
+        resized: true,
+    },
+];
+
+/// Rates of no machine, so that nothing is measured for a model that small.
+const RATES: Rates = Rates {
+    link_alone: 2e10,
+    link_shared: 1.8e10,
+    host_alone: 3e10,
+    host_shared: 2.5e10,
+    device_read: 3e11,
+    host_flops: 1e11,
+    reply_seconds: 1e-5,
+    wake_seconds: 1e-5,
+    combine_seconds: 0.0,
+    copy_lane: false,
+};
+
+impl Placement {
+    /// Whether the device can do without what the placement forbids.
+    pub fn suits(&self, caps: &Caps) -> bool {
+        self.slots.is_none() || self.host || !self.in_place || caps.reads_host
+    }
+
+    /// The options of an engine that places experts so. `host` computes beside the device.
+    pub fn options(&self, options: EngineOptions, host: &Arc<dyn Backend>) -> EngineOptions {
+        EngineOptions {
+            expert_cache: self.slots.map(CacheSize::Slots),
+            elastic: ElasticOptions {
+                mode: self.mode,
+                in_place: self.in_place,
+                host: self.host.then(|| host.clone()),
+                rates: Some(RATES),
+                ..ElasticOptions::default()
+            },
+            ..options
+        }
+    }
+}
+
 /// Checks one golden directory on a device. The report says what differs; an error means that nothing could be compared.
 ///
 /// # Errors
 /// A missing or broken file, or the device's refusal.
 pub fn run(dir: &Path, backend: &Arc<dyn Backend>) -> Result<GoldenReport> {
+    run_placed(dir, backend, backend, &PLACEMENTS[0])
+}
+
+/// The same with the experts where `placement` says; `host` computes beside the device.
+///
+/// # Errors
+/// A missing or broken file, or the device's refusal.
+pub fn run_placed(
+    dir: &Path,
+    backend: &Arc<dyn Backend>,
+    host: &Arc<dyn Backend>,
+    placement: &Placement,
+) -> Result<GoldenReport> {
     let facts: Value = json::read(&dir.join("expected.json"), json::CONFIG_LIMIT)?;
     let files = ModelFiles::open(Some(dir))?;
     let expected = Expected::open(dir)?;
-    let options = EngineOptions { context: 512, max_sequences: 4, max_chunk: Some(256) };
-    let mut engine = files.engine(backend.clone(), options, &mut |_| ())?;
+    let options =
+        EngineOptions { context: 512, max_sequences: 4, max_chunk: Some(256), ..EngineOptions::default() };
+    let mut engine = files.engine(backend.clone(), &placement.options(options, host), &mut |_| ())?;
     let mut report = GoldenReport::default();
     let prompts = facts["prompts"].as_array().context("expected.json: `prompts` is missing")?;
-    for prompt in prompts.iter().filter_map(Value::as_str) {
+    for (i, prompt) in prompts.iter().filter_map(Value::as_str).enumerate() {
+        if placement.resized {
+            engine.resize_expert_cache([20, 64, 5][i % 3])?;
+        }
         let tokens: Vec<u32> = expected.get(&format!("{prompt}.input_ids")).context("no input_ids")?;
         match backend.caps().precision {
             Precision::F32 => exact(&mut engine, prompt, &tokens, &expected, &facts, &mut report)?,

@@ -9,5 +9,7 @@ pub mod devices;
 pub mod engine;
 pub mod formats;
 pub mod golden;
+pub mod loading;
 pub mod model_files;
 pub mod models;
+pub mod moe;

@@ -12,14 +12,15 @@ use serde_json::{Map, Value};
 
 use crate::{
     chat::template::{ChatTemplate, TemplateError, checkpoint_template},
-    engine::{Engine, EngineError, EngineOptions},
+    engine::{Engine, EngineOptions},
     formats::{
         Checkpoint, Dtype, FormatError,
         generation_config::{GenerationConfig, GenerationConfigError},
         json,
         tokenizer::{Tokenizer, TokenizerError},
     },
-    models::{self, ConfigFile, ModelError, TensorError, WeightSource, Weights},
+    loading::{self, LoadError},
+    models::{ConfigFile, TensorError, WeightSource},
 };
 
 /// Why a model cannot be used.
@@ -42,12 +43,9 @@ pub enum ModelFilesError {
         /// What is wrong.
         source: TemplateError,
     },
-    /// The configuration or a weight is wrong.
+    /// It could not be loaded.
     #[error(transparent)]
-    Model(#[from] ModelError),
-    /// The engine could not be made.
-    #[error(transparent)]
-    Engine(#[from] EngineError),
+    Load(#[from] LoadError),
     /// A file of the checkpoint is not there.
     #[error("{model} has no {file}: a Hugging Face checkpoint has one; download it again")]
     Missing {
@@ -189,15 +187,14 @@ impl ModelFiles {
     pub fn engine(
         &self,
         backend: Arc<dyn Backend>,
-        options: EngineOptions,
+        options: &EngineOptions,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Engine, ModelFilesError> {
-        let mut weights = Weights::new(&*backend, &self.checkpoint, progress);
-        let model = models::load(&self.config(), &mut weights)?;
+        let engine = loading::load(&self.config(), &self.checkpoint, backend, options, progress)?;
         if let Some(tokenizer) = &self.tokenizer {
-            tokenizer.check_vocab(model.sizes().vocab)?;
+            tokenizer.check_vocab(engine.model().sizes().vocab)?;
         }
-        Ok(Engine::new(backend, model, options)?)
+        Ok(engine)
     }
 }
 

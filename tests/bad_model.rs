@@ -28,9 +28,10 @@ fn copy(name: &str) -> TempDir {
 
 fn load(dir: &Path) -> Result<(), String> {
     let cpu = Cpu::new(CpuOptions { threads: Some(1), precision: Precision::F32 }).unwrap();
-    let options = EngineOptions { context: 64, max_sequences: 1, max_chunk: Some(16) };
+    let options =
+        EngineOptions { context: 64, max_sequences: 1, max_chunk: Some(16), ..EngineOptions::default() };
     let files = ModelFiles::open(Some(dir)).map_err(|e| e.to_string())?;
-    files.engine(Arc::new(cpu), options, &mut |_| ()).map(|_| ()).map_err(|e| e.to_string())
+    files.engine(Arc::new(cpu), &options, &mut |_| ()).map(|_| ()).map_err(|e| e.to_string())
 }
 
 fn edit(dir: &Path, file: &str, field: &str, value: Value) {

@@ -56,7 +56,7 @@ fn demo() -> Result<(ModelFiles, Reference)> {
 fn engine(files: &ModelFiles, precision: Precision) -> Result<Engine> {
     let cpu = Cpu::new(CpuOptions { threads: Some(2), precision })?;
     let options = EngineOptions { context: 1024, ..EngineOptions::default() };
-    Ok(files.engine(Arc::new(cpu), options, &mut |_| ())?)
+    Ok(files.engine(Arc::new(cpu), &options, &mut |_| ())?)
 }
 
 #[test]

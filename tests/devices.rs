@@ -42,8 +42,9 @@ fn every_device_gives_the_golden_outputs() {
 fn demo(device: Arc<dyn Backend>) -> (Engine, Vec<u32>) {
     let files = ModelFiles::open(Some(&path("models/demo"))).unwrap();
     let prompt = files.tokenizer().unwrap().encode(PROMPT, false).unwrap();
-    let options = EngineOptions { context: 256, max_sequences: 1, max_chunk: Some(64) };
-    (files.engine(device, options, &mut |_| ()).unwrap(), prompt)
+    let options =
+        EngineOptions { context: 256, max_sequences: 1, max_chunk: Some(64), ..EngineOptions::default() };
+    (files.engine(device, &options, &mut |_| ()).unwrap(), prompt)
 }
 
 #[test]

@@ -15,8 +15,8 @@ use freetoken_cpu::{Cpu, CpuOptions};
 fn engine(context: usize, max_sequences: usize) -> Engine {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
     let cpu = Cpu::new(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap();
-    let options = EngineOptions { context, max_sequences, max_chunk: Some(64) };
-    ModelFiles::open(Some(&demo)).unwrap().engine(Arc::new(cpu), options, &mut |_| ()).unwrap()
+    let options = EngineOptions { context, max_sequences, max_chunk: Some(64), ..EngineOptions::default() };
+    ModelFiles::open(Some(&demo)).unwrap().engine(Arc::new(cpu), &options, &mut |_| ()).unwrap()
 }
 
 fn prompts() -> Vec<Vec<u32>> {

@@ -61,7 +61,7 @@ fn a_decode_step_allocates_nothing() {
     for precision in [Precision::F32, Precision::Auto] {
         let cpu = Cpu::new(CpuOptions { threads: Some(2), precision }).unwrap();
         let options = EngineOptions { context: 512, max_sequences: 2, ..EngineOptions::default() };
-        let mut engine = files.engine(Arc::new(cpu), options, &mut |_| ()).unwrap();
+        let mut engine = files.engine(Arc::new(cpu), &options, &mut |_| ()).unwrap();
         let prompt: Vec<u32> = (100..140).collect();
         let mut first = Sequence::new(&prompt, sampled, 512);
         let mut second = Sequence::new(&prompt[..7], SamplingParams::GREEDY, 512);

@@ -1,7 +1,9 @@
 //! `freetoken bench`: how fast a model runs here, beside what the machine's memory would allow.
 
+mod elastic;
 mod experts;
 mod ops;
+mod route_points;
 mod steps;
 mod subject;
 mod table;
@@ -15,6 +17,7 @@ use serde_json::{Value, json};
 
 use self::{subject::Subject, table::Table};
 use super::{
+    memory::MemoryArgs,
     model::DeviceArgs,
     synth::{ExpertUse, N_TOKENS, ShapeArgs},
     terminal::print_line,
@@ -24,7 +27,7 @@ use crate::devices::ReadProbe;
 /// How often memory is read to learn how fast it is.
 const READ_PASSES: usize = 8;
 
-/// Measure speed: prompts, decode steps, single ops, or experts alone.
+/// Measure speed: prompts, decode steps, single ops, experts alone, or route points.
 ///
 /// Tokens are random and never those that the model draws, since random weights fall into cycles. A decode step must read
 /// each weight once, of the experts those that its tokens choose, and the cache of its sequences; "% of read" is the rate at
@@ -34,7 +37,7 @@ const READ_PASSES: usize = 8;
 #[command(
     group = ArgGroup::new("what").args(["model", "like", "config"]),
     after_help = "Examples:\n  freetoken bench --like qwen3-30b-a3b --layers 8 --prompt 512,2048 --depth 0,4096 --batch 1,4\n  \
-                  freetoken bench --model DIR --ops\n  freetoken bench --experts --csv experts.csv"
+                  freetoken bench --model DIR --ops\n  freetoken bench --expert-mlp --csv experts.csv\n  freetoken bench --route-points"
 )]
 pub(super) struct BenchArgs {
     /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
@@ -63,7 +66,23 @@ pub(super) struct BenchArgs {
     ops: bool,
     /// Measure the experts of a layer alone instead, on experts that are made up (2048x768, top 8, unless a model is given).
     #[arg(long, conflicts_with = "ops")]
-    experts: bool,
+    expert_mlp: bool,
+    /// Measure route points alone instead: layers whose experts are all in slots, or fetched, read in place, or left to a
+    /// host that answers zeros. Its experts are made up (2048x768, top 8).
+    #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "what"])]
+    route_points: bool,
+    /// Measure experts behind a cache instead: every way of treating misses, beside the bound.
+    #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "route_points"])]
+    elastic: bool,
+    /// With --elastic: shares of the experts that have a slot, in per cent.
+    #[arg(
+        long,
+        value_name = "PERCENT,...",
+        value_delimiter = ',',
+        default_value = "50,25",
+        requires = "elastic"
+    )]
+    cache: Vec<f64>,
     /// Also write the table as CSV, in seconds and bytes.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -72,14 +91,25 @@ pub(super) struct BenchArgs {
     json: bool,
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 pub(super) fn run(args: BenchArgs) -> Result<()> {
-    if args.experts {
+    if args.expert_mlp || args.route_points {
         let backend = args.device.open()?;
         let probe = ReadProbe::new(&*backend)?;
         let read_bandwidth = probe.best_of(READ_PASSES)?;
-        let (subject, table) = experts::run(&args, &*backend, &probe)?;
+        let (subject, table) = match args.route_points {
+            true => route_points::run(&*backend)?,
+            false => experts::run(&args, &*backend, &probe)?,
+        };
+        return Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args);
+    }
+    if args.elastic {
+        let backend = args.device.open()?;
+        let read_bandwidth = ReadProbe::new(&*backend)?.best_of(READ_PASSES)?;
+        let (subject, table) = elastic::run(&args, &backend)?;
         return Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args);
     }
     let mut subject = Subject::open(&args)?;

@@ -5,6 +5,7 @@ mod bench;
 mod devices;
 mod eval;
 mod inspect;
+mod memory;
 mod model;
 mod run;
 mod selftest;

@@ -6,7 +6,10 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 use freetoken_backend::{Backend, Precision};
 
-use super::terminal::{Progress, note};
+use super::{
+    memory::MemoryArgs,
+    terminal::{Progress, note},
+};
 use crate::{
     devices::{self, BackendChoice},
     engine::{Engine, EngineOptions},
@@ -41,13 +44,18 @@ pub(super) struct DeviceArgs {
 }
 
 impl DeviceArgs {
+    /// CPU threads that were asked for.
+    pub(super) fn n_threads(&self) -> Option<usize> {
+        self.threads.map(usize::from)
+    }
+
     /// Opens the device.
     pub(super) fn open(&self) -> Result<Arc<dyn Backend>> {
         let precision = match self.precision {
             PrecisionArg::Auto => Precision::Auto,
             PrecisionArg::F32 => Precision::F32,
         };
-        Ok(devices::open(&self.backend, precision, self.threads.map(usize::from), &mut note)?)
+        Ok(devices::open(&self.backend, precision, self.n_threads(), &mut note)?)
     }
 }
 
@@ -63,6 +71,8 @@ pub(super) struct ModelArgs {
     pub(super) context: Option<u32>,
     #[command(flatten)]
     pub(super) device: DeviceArgs,
+    #[command(flatten)]
+    pub(super) memory: MemoryArgs,
 }
 
 impl ModelArgs {
@@ -79,9 +89,11 @@ impl ModelArgs {
             ..EngineOptions::default()
         };
         let backend = self.device.open()?;
+        let options = self.memory.options(options, &*backend, &self.device)?;
         let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
-        let engine = files.engine(backend, options, &mut |bytes| progress.add(bytes))?;
+        let engine = files.engine(backend, &options, &mut |bytes| progress.add(bytes))?;
         progress.finish();
+        self.memory.say(&engine);
         if let Some(asked) = self.context.filter(|&n| n as usize > engine.context()) {
             note(&format!(
                 "the model's own limit is {} tokens: --context {asked} is cut to it",

@@ -17,6 +17,7 @@ use self::{
     sampling::SamplingArgs,
 };
 use super::{
+    memory,
     model::ModelArgs,
     terminal::{note, print, print_line},
 };
@@ -82,12 +83,15 @@ pub(super) fn run(args: RunArgs) -> Result<()> {
 fn answer(generator: &mut Generator<'_>, tokens: &[u32], json: bool) -> Result<()> {
     let reply = if json {
         let reply = generator.answer(tokens, &mut |_| Ok(()))?;
-        print_line(&reply.json().to_string())?;
+        let mut json = reply.json();
+        json["experts"] = memory::summary_json(generator.engine());
+        print_line(&json.to_string())?;
         reply
     } else {
         stream(generator, tokens)?
     };
     note(&reply.stats(generator.params()));
+    memory::summary(generator.engine()).iter().for_each(|line| note(line));
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use indicatif::{BinaryBytes, HumanCount};
 use serde_json::{Map, Value};
 
 pub(super) use expert_use::{ExpertUse, N_TOKENS, distinct_experts, n_distinct, random_routes, random_token};
-pub(super) use shape::ShapeArgs;
+pub(super) use shape::{Shape, ShapeArgs};
 
 use super::terminal::{Progress, note, print_line};
 use crate::{
@@ -166,8 +166,13 @@ fn measure(args: &SynthArgs, moe: &MoeSizes, bytes: u64) -> Result<()> {
         return Ok(());
     }
     let backend = devices::open(&BackendChoice::Auto, Precision::Auto, None, &mut note)?;
-    let options = EngineOptions { context: N_TOKENS, max_sequences: 1, max_chunk: Some(N_TOKENS) };
-    let mut engine = ModelFiles::open(Some(&args.out))?.engine(backend, options, &mut |_| ())?;
+    let options = EngineOptions {
+        context: N_TOKENS,
+        max_sequences: 1,
+        max_chunk: Some(N_TOKENS),
+        ..EngineOptions::default()
+    };
+    let mut engine = ModelFiles::open(Some(&args.out))?.engine(backend, &options, &mut |_| ())?;
     let routes = random_routes(&mut engine, args.shape.seed)?;
     print_expert_use(args.shape.routing, moe, &routes)
 }

@@ -2,10 +2,11 @@
 //! every step lies in one buffer, so that it is one write.
 
 use freetoken_backend::{
-    Backend, Format, KvCache, LogitEdit, MAX_TOP_LOGITS, PAGE_TOKENS, Precision, Result, View,
+    Backend, Caps, Experts, Format, KvCache, LogitEdit, MAX_TOP_LOGITS, PAGE_TOKENS, Precision, Result, View,
 };
 
-use crate::models::Model;
+use super::EngineOptions;
+use crate::models::{Model, Sizes};
 
 /// Sections of the input buffer start at a multiple of this many bytes, which every device can bind at.
 const SECTION_ALIGN: usize = 256;
@@ -25,6 +26,52 @@ pub(super) struct Limits {
     pub(super) context: usize,
     /// Pages of the cache.
     pub(super) n_pages: usize,
+}
+
+/// Share of the memory that there is for it that the experts' rows of a prefill step may take.
+const PARTS_SHARE: u64 = 64;
+/// What they may take where the device does not tell its memory.
+const DEFAULT_PARTS_BYTES: u64 = 64 << 20;
+/// The same of everything that a row of a prefill step takes, where experts are streamed: with more rows a step, an expert
+/// crosses the link less often.
+const STREAMED_SHARE: u64 = 16;
+/// Rows of such a step where the device does not tell its memory, and most of them.
+const STREAMED_ROWS: [usize; 2] = [1024, 16_384];
+
+impl Limits {
+    /// For sequences of `context` tokens. `memory`: what the device has for all of it, where that is known.
+    pub(super) fn new(
+        sizes: &Sizes,
+        caps: &Caps,
+        options: &EngineOptions,
+        context: usize,
+        memory: Option<u64>,
+        streamed: bool,
+    ) -> Self {
+        let max_sequences = options.max_sequences.clamp(1, MAX_SEQUENCES);
+        let n_pages = 1 + max_sequences * context.div_ceil(PAGE_TOKENS);
+        let rows = |n: usize| n.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
+        if streamed {
+            let row = Limits { max_rows: 1, tile_rows: 1, context: 0, n_pages: 0 };
+            let row_bytes = activations(sizes, &row)[..9].iter().sum::<usize>() as u64 * 4;
+            let [unknown, most] = STREAMED_ROWS;
+            let fits = memory.map_or(unknown, |memory| {
+                usize::try_from(memory / STREAMED_SHARE / row_bytes.max(1)).unwrap_or(most)
+            });
+            let bound =
+                caps.max_binding_bytes / (sizes.hidden * sizes.moe.map_or(1, |moe| moe.top_k) * 4).max(1);
+            let fits = 1 << fits.min(bound).clamp(MAX_SEQUENCES, most).ilog2();
+            let max_rows = rows(options.max_chunk.unwrap_or(context)).min(fits);
+            return Limits { max_rows, tile_rows: max_rows, context, n_pages };
+        }
+        let max_rows = rows(options.max_chunk.unwrap_or(caps.prefill_rows.min(context)));
+        // All where memory is plentiful, since each tile reads its experts again.
+        let row_bytes = sizes.moe.map_or(0, |moe| moe.top_k * sizes.hidden * size_of::<f32>());
+        let share = caps.total_bytes.map_or(DEFAULT_PARTS_BYTES, |total| total / PARTS_SHARE);
+        let most = usize::try_from(share).unwrap_or(usize::MAX).min(caps.max_binding_bytes);
+        let fits = (most / row_bytes.max(1)).clamp(1, max_rows);
+        Limits { max_rows, tile_rows: 1 << fits.ilog2(), context, n_pages }
+    }
 }
 
 /// The buffers of a bucket, as models bind them. Smaller buckets are the front of the same buffers.
@@ -66,8 +113,12 @@ pub struct Batch {
     pub inner: View,
     /// f32 `[n_rows, hidden]`
     pub normed: View,
-    /// i32 `[n_rows, top_k]`
+    /// i32 `[n_moe_layers, n_rows, top_k]`, or `[n_rows, top_k]` where layers share it.
     pub expert_ids: View,
+    /// Whether each layer overwrites what the one before it chose.
+    pub shares_ids: bool,
+    /// Routes of a row.
+    pub top_k: usize,
     /// f32 `[n_rows, top_k]`
     pub expert_weights: View,
     /// f32 `[tile_rows, top_k, hidden]`
@@ -84,6 +135,8 @@ pub struct Batch {
     pub log_sum_exp: View,
     /// A cache a layer.
     pub kv: Vec<KvCache>,
+    /// Where the experts of each MoE layer are.
+    pub experts: Vec<Experts>,
     /// f32 `[max_positions, rotary_dim / 2, 2]`
     pub rotary: View,
     /// Rotated width of a head.
@@ -139,10 +192,9 @@ pub(super) fn kv_format(precision: Precision) -> Format {
 }
 
 /// f32 values that each activation takes, in the order of [`Batch`]'s fields: those with `max_rows` rows, then the rest.
-fn activations(model: &dyn Model, limits: &Limits) -> [usize; 13] {
-    let s = model.sizes();
+fn activations(s: &Sizes, limits: &Limits) -> [usize; 13] {
     let (heads, kv_heads) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
-    let (top_k, is_moe) = s.moe.map_or((0, 0), |moe| (moe.top_k, 1));
+    let (top_k, n_moe_layers, is_moe) = s.moe.map_or((0, 0, 0), |moe| (moe.top_k, moe.n_layers, 1));
     let n = limits.max_rows;
     [
         n * s.hidden,
@@ -151,7 +203,7 @@ fn activations(model: &dyn Model, limits: &Limits) -> [usize; 13] {
         n * heads,
         n * s.intermediate,
         n * s.hidden * is_moe,
-        n * top_k,
+        n_moe_layers * n * top_k,
         n * top_k,
         limits.tile_rows * top_k * s.hidden,
         MAX_SEQUENCES * s.vocab,
@@ -161,14 +213,12 @@ fn activations(model: &dyn Model, limits: &Limits) -> [usize; 13] {
     ]
 }
 
-/// Bytes that a batch, its caches included, will take on a device.
-pub(super) fn bytes(model: &dyn Model, limits: &Limits, precision: Precision) -> u64 {
-    let s = model.sizes();
+/// Bytes that a batch, its caches included, will take on a device; at most, where a model rotates part of a head.
+pub(super) fn bytes(s: &Sizes, limits: &Limits, precision: Precision) -> u64 {
     let page = KvCache::page_bytes(kv_format(precision), s.n_kv_heads, s.head_dim) as u64;
     let kv = page * limits.n_pages as u64 * s.n_layers as u64;
-    let activations: usize = activations(model, limits).iter().sum();
-    let rotary = limits.context * model.rope().rotary_dim();
-    kv + 4 * (activations + rotary) as u64
+    let activations: usize = activations(s, limits).iter().sum();
+    kv + 4 * (activations + limits.context * s.head_dim) as u64
 }
 
 impl Batch {
@@ -176,7 +226,12 @@ impl Batch {
     ///
     /// # Errors
     /// The device has no room.
-    pub(super) fn new(backend: &dyn Backend, model: &dyn Model, limits: &Limits) -> Result<Self> {
+    pub(super) fn new(
+        backend: &dyn Backend,
+        model: &dyn Model,
+        limits: &Limits,
+        experts: Vec<Experts>,
+    ) -> Result<Self> {
         let s = model.sizes();
         let max_pages = limits.context.div_ceil(PAGE_TOKENS);
         let input = backend.alloc(InputLayout::new(limits.max_rows, MAX_SEQUENCES, max_pages).bytes)?.whole();
@@ -191,7 +246,7 @@ impl Batch {
         let rotary = backend.alloc(table.len() * 4)?.whole();
         backend.write(&rotary, bytemuck::cast_slice(&table))?;
         let mut buffers = Vec::new();
-        for values in activations(model, limits) {
+        for values in activations(s, limits) {
             buffers.push(backend.alloc(values * 4)?.whole());
         }
         let [
@@ -229,6 +284,8 @@ impl Batch {
             inner,
             normed,
             expert_ids,
+            shares_ids: false,
+            top_k: s.moe.map_or(0, |moe| moe.top_k),
             expert_weights,
             parts,
             tile_rows: limits.tile_rows,
@@ -237,6 +294,7 @@ impl Batch {
             top_values,
             log_sum_exp: lse,
             kv,
+            experts,
             rotary,
             rotary_dim: model.rope().rotary_dim(),
             max_positions: limits.context,
@@ -253,6 +311,7 @@ impl Batch {
         Batch {
             n_rows,
             n_sequences,
+            expert_ids: self.expert_ids.slice(0..self.experts.len() * n_rows * self.top_k * 4),
             ids: section(layout.ids, n_rows * 4),
             positions: section(layout.positions, n_rows * 4),
             sequences: section(layout.sequences, n_rows * 4),
@@ -263,6 +322,19 @@ impl Batch {
             edits: section(layout.edits, MAX_EDITS * size_of::<LogitEdit>()),
             ..self.clone()
         }
+    }
+
+    /// i32 `[n_rows, top_k]`: the experts that a MoE layer chose.
+    pub fn expert_ids_of(&self, moe_layer: usize) -> View {
+        let bytes = self.n_rows * self.top_k * 4;
+        let start = if self.shares_ids { 0 } else { moe_layer * bytes };
+        self.expert_ids.slice(start..start + bytes)
+    }
+
+    /// The same batch with one place for the ids of all layers.
+    pub(super) fn with_shared_ids(self) -> Batch {
+        let bytes = self.n_rows * self.top_k * 4;
+        Batch { expert_ids: self.expert_ids.slice(0..bytes), shares_ids: true, ..self }
     }
 
     /// Where the host writes.

@@ -5,7 +5,7 @@ use freetoken_backend::Backend;
 use super::{
     EngineError, Sequence,
     input::edits_on_device,
-    programs::Recorded,
+    programs::{Recorded, output},
     sampling::{Candidates, Draw, sample, sample_row},
 };
 
@@ -38,10 +38,10 @@ impl Drawer {
         let position = sequence.tokens().len() as u64;
         let edited = edits_on_device(sequence, &recorded.batch);
         if edited {
-            let values: &[f32] = bytemuck::cast_slice(recorded.program.output(1));
-            let log_sum_exp: &[f32] = bytemuck::cast_slice(recorded.program.output(2));
+            let values: &[f32] = bytemuck::cast_slice(recorded.program.output(output::TOP_VALUES));
+            let log_sum_exp: &[f32] = bytemuck::cast_slice(recorded.program.output(output::LOG_SUM_EXP));
             let candidates = Candidates {
-                ids: &recorded.program.output(0)[row * k..][..k],
+                ids: &recorded.program.output(output::TOP_IDS)[row * k..][..k],
                 logits: &values[row * k..][..k],
                 lse: log_sum_exp[row],
                 complete: k == vocab,

@@ -8,6 +8,9 @@ pub enum EngineError {
     /// The device's answer.
     #[error(transparent)]
     Backend(#[from] freetoken_backend::Error),
+    /// Experts cannot be served as was asked.
+    #[error(transparent)]
+    Experts(#[from] crate::moe::ElasticError),
     /// No token could be drawn.
     #[error(transparent)]
     Sampling(#[from] SamplingError),

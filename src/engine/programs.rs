@@ -21,6 +21,24 @@ pub(super) enum Kind {
     Pick,
     /// All of it: one token a sequence.
     Decode,
+    /// The same without route points: experts that have no slot are read from the host's memory.
+    DecodeInPlace,
+}
+
+impl Kind {
+    /// Whether tokens come out of it.
+    fn draws(self) -> bool {
+        matches!(self, Kind::Pick | Kind::Decode | Kind::DecodeInPlace)
+    }
+}
+
+/// What a decode program gives, in order.
+pub(super) mod output {
+    pub(in super::super) const TOP_IDS: usize = 0;
+    pub(in super::super) const TOP_VALUES: usize = 1;
+    pub(in super::super) const LOG_SUM_EXP: usize = 2;
+    /// Of [`super::Kind::DecodeInPlace`] alone: the experts that each layer chose.
+    pub(in super::super) const EXPERT_IDS: usize = 3;
 }
 
 /// A program and the buffers it works on.
@@ -53,14 +71,15 @@ impl Programs {
         };
         let batch = largest.bucket(bucket);
         let candidates = bucket * top_k(model) * 4;
-        let outputs = match kind {
-            Kind::Prefill | Kind::Logits => Vec::new(),
-            Kind::Pick | Kind::Decode => vec![
-                batch.top_ids.slice(0..candidates),
-                batch.top_values.slice(0..candidates),
-                batch.log_sum_exp.slice(0..bucket * 4),
-            ],
-        };
+        let mut outputs = Vec::new();
+        if kind.draws() {
+            outputs.push(batch.top_ids.slice(0..candidates));
+            outputs.push(batch.top_values.slice(0..candidates));
+            outputs.push(batch.log_sum_exp.slice(0..bucket * 4));
+        }
+        if kind == Kind::DecodeInPlace {
+            outputs.push(batch.expert_ids.clone());
+        }
         let program = backend.record(&stages(kind, model, &batch), &outputs)?;
         Ok(place.insert(Recorded { batch, program }))
     }
@@ -74,17 +93,47 @@ pub(super) fn top_k(model: &dyn Model) -> usize {
 /// What a program of this kind runs.
 pub(super) fn stages(kind: Kind, model: &dyn Model, batch: &Batch) -> Vec<Stage> {
     let mut stages = Vec::new();
-    if matches!(kind, Kind::Prefill | Kind::Decode) {
+    if matches!(kind, Kind::Prefill | Kind::Decode | Kind::DecodeInPlace) {
         stages.push(Stage::Ops(model.embed(batch)));
         stages.extend((0..model.sizes().n_layers).flat_map(|layer| model.layer(layer, batch)));
     }
     if kind != Kind::Prefill {
         stages.push(Stage::Ops(model.head(batch)));
     }
-    if matches!(kind, Kind::Pick | Kind::Decode) {
+    if kind.draws() {
         stages.push(Stage::Ops(sampling(model, batch)));
     }
-    stages
+    if kind == Kind::DecodeInPlace {
+        stages = stages.into_iter().map(in_place).collect();
+    }
+    merged(stages)
+}
+
+/// A route point as an op that reads what has no slot where it lies.
+fn in_place(stage: Stage) -> Stage {
+    match stage {
+        Stage::Route(mut point) => {
+            point.mlp.p.in_place = 1;
+            Stage::Ops(vec![point.mlp.into()])
+        }
+        ops => ops,
+    }
+}
+
+/// The same stages without route points whose experts all have a place, and as few of them as possible.
+pub(super) fn merged(stages: Vec<Stage>) -> Vec<Stage> {
+    let mut merged: Vec<Stage> = Vec::new();
+    for stage in stages {
+        let stage = match stage {
+            Stage::Route(point) if !point.mlp.experts.is_cached() => Stage::Ops(vec![point.mlp.into()]),
+            stage => stage,
+        };
+        match (merged.last_mut(), stage) {
+            (Some(Stage::Ops(ops)), Stage::Ops(more)) => ops.extend(more),
+            (_, stage) => merged.push(stage),
+        }
+    }
+    merged
 }
 
 fn sampling(model: &dyn Model, batch: &Batch) -> Vec<Op> {

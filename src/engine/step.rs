@@ -2,26 +2,25 @@
 //!
 //! A decode step allocates nothing.
 
-use std::{iter::once, ops::Range, sync::Arc};
+use std::{collections::HashMap, iter::once, ops::Range, sync::Arc};
 
-use freetoken_backend::{Backend, Caps, NoRoutePoints, PAGE_TOKENS, Stage};
+use freetoken_backend::{Backend, Caps, NoRoutePoints, PAGE_TOKENS, Program, Stage};
 
 use super::{
     Batch, BlockPool, EngineError, Sequence,
     batch::{self, Limits, MAX_SEQUENCES},
     draw::Drawer,
     input::StepInput,
-    programs::{self, Kind, Programs, Recorded},
+    layered::Layered,
+    programs::{self, Kind, Programs, output},
 };
-use crate::models::{Model, Sizes};
+use crate::{
+    models::{LoadedExperts, Model, Sizes},
+    moe::{CacheSize, Elastic, ElasticOptions, ExpertPlan, Mode, StepKind},
+};
 
-/// Share of a device's memory that the experts' rows of a prefill step may take.
-const PARTS_SHARE: u64 = 64;
-/// What they may take where the device does not tell its memory.
-const DEFAULT_PARTS_BYTES: u64 = 64 << 20;
-
-/// How much room an engine makes.
-#[derive(Debug, Clone, Copy)]
+/// How much room an engine makes, and how.
+#[derive(Clone)]
 pub struct EngineOptions {
     /// Longest sequence, in tokens.
     pub context: usize,
@@ -29,12 +28,39 @@ pub struct EngineOptions {
     pub max_sequences: usize,
     /// Rows of a prefill step; as many as keep the device busy by default.
     pub max_chunk: Option<usize>,
+    /// Bytes of device memory that all of it may take; what is free by default.
+    pub vram: Option<u64>,
+    /// Device memory for experts; all of them, or what is left, by default.
+    pub expert_cache: Option<CacheSize>,
+    /// How experts that have no place on the device are treated.
+    pub elastic: ElasticOptions,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        EngineOptions { context: 4096, max_sequences: 1, max_chunk: None }
+        EngineOptions {
+            context: 4096,
+            max_sequences: 1,
+            max_chunk: None,
+            vram: None,
+            expert_cache: None,
+            elastic: ElasticOptions::default(),
+        }
     }
+}
+
+/// Bytes of caches and activations that an engine will take. `memory`: what the device has for all of it, where that is known;
+/// `streamed`: whether experts stay in host memory.
+pub fn step_bytes(
+    sizes: &Sizes,
+    caps: &Caps,
+    options: &EngineOptions,
+    memory: Option<u64>,
+    streamed: bool,
+) -> u64 {
+    let context = options.context.clamp(1, sizes.max_positions);
+    let limits = Limits::new(sizes, caps, options, context, memory, streamed);
+    batch::bytes(sizes, &limits, caps.precision)
 }
 
 /// What a layer-by-layer run saw.
@@ -42,9 +68,12 @@ impl Default for EngineOptions {
 pub struct Trace {
     /// The residual stream behind each layer, `[n_rows, hidden]`.
     pub hidden: Vec<Vec<f32>>,
-    /// Expert ids and weights of each layer, `[n_rows, top_k]`; empty for a dense model.
+    /// Expert ids and weights of each MoE layer, `[n_rows, top_k]`; empty for a dense model.
     pub routes: Vec<(Vec<i32>, Vec<f32>)>,
 }
+
+/// Rows of the steps that have route points.
+const DECODE_ROWS: [usize; 5] = [1, 2, 4, 8, MAX_SEQUENCES];
 
 /// A model on a device, with room for sequences.
 pub struct Engine {
@@ -55,6 +84,10 @@ pub struct Engine {
     pool: BlockPool,
     limits: Limits,
     programs: Programs,
+    /// Prefill steps by bucket, where experts are streamed.
+    layered: HashMap<usize, Layered>,
+    /// Experts behind a cache; `None` where all of them are on the device.
+    elastic: Option<Box<Elastic>>,
     input: StepInput,
     drawer: Drawer,
     /// Where the last computed token's row is in the residual stream.
@@ -62,29 +95,25 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Makes room for a loaded model and records its decode step.
+    /// Makes room for a loaded model and records its decode step. `plan` says what `experts` were loaded for.
     ///
     /// # Errors
-    /// [`EngineError::TooLarge`] before anything is allocated, or the device's refusal.
+    /// [`EngineError::TooLarge`] before anything is allocated, a mode that cannot be honoured, or the device's refusal.
     pub fn new(
         backend: Arc<dyn Backend>,
         model: Box<dyn Model>,
-        options: EngineOptions,
+        experts: LoadedExperts,
+        plan: ExpertPlan,
+        options: &EngineOptions,
     ) -> Result<Self, EngineError> {
-        let context = options.context.clamp(1, model.sizes().max_positions);
-        let max_sequences = options.max_sequences.clamp(1, MAX_SEQUENCES);
-        let max_chunk = options.max_chunk.unwrap_or(backend.caps().prefill_rows.min(context));
-        let max_rows = max_chunk.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
-        let tile_rows = tile_rows(model.sizes(), backend.caps(), max_rows);
-        let limits = |context: usize| Limits {
-            max_rows,
-            tile_rows,
-            context,
-            n_pages: 1 + max_sequences * context.div_ceil(PAGE_TOKENS),
-        };
-        let precision = backend.caps().precision;
-        let needed = |context: usize| batch::bytes(&*model, &limits(context), precision);
-        if let Some(free) = backend.free_bytes()?.filter(|&free| needed(context) > free) {
+        let (sizes, caps) = (model.sizes(), backend.caps());
+        let context = options.context.clamp(1, sizes.max_positions);
+        let free = backend.free_bytes()?;
+        let memory = options.vram.or(free);
+        let streamed = matches!(experts, LoadedExperts::Banked(_));
+        let limits = |context: usize| Limits::new(sizes, caps, options, context, memory, streamed);
+        let needed = |context: usize| batch::bytes(sizes, &limits(context), caps.precision);
+        if let Some(free) = free.filter(|&free| needed(context) > free) {
             let mut fits = context;
             while fits > PAGE_TOKENS && needed(fits) > free {
                 fits /= 2;
@@ -93,10 +122,26 @@ impl Engine {
             return Err(EngineError::TooLarge { context, needed_mib, free_mib, fits });
         }
         let limits = limits(context);
-        let batch = Batch::new(&*backend, &*model, &limits)?;
+        let (elastic, experts) = match (experts, plan) {
+            (LoadedExperts::Placed(experts), _) => (None, experts),
+            (LoadedExperts::Banked(banks), ExpertPlan::Cached { n_slots, n_ring }) => {
+                let top_k = sizes.moe.map_or(0, |moe| moe.top_k);
+                let slots = [n_slots, n_ring];
+                let options = &options.elastic;
+                let backend = backend.clone();
+                let elastic =
+                    Elastic::new(backend, banks, top_k, slots, limits.max_rows, &DECODE_ROWS, options)?;
+                let experts = elastic.experts();
+                (Some(Box::new(elastic)), experts)
+            }
+            (LoadedExperts::Banked(_), ExpertPlan::Resident) => unreachable!("banks are loaded for a cache"),
+        };
+        let batch = Batch::new(&*backend, &*model, &limits, experts)?;
         let mut engine = Engine {
             pool: BlockPool::new(limits.n_pages),
             programs: Programs::default(),
+            layered: HashMap::new(),
+            elastic,
             input: StepInput::new(&batch),
             drawer: Drawer::new(model.sizes().vocab, programs::top_k(&*model)),
             last_row: 0,
@@ -107,6 +152,35 @@ impl Engine {
         };
         engine.programs.get(Kind::Decode, 1, &*engine.backend, &*engine.model, &engine.batch)?;
         Ok(engine)
+    }
+
+    /// Experts behind a cache; `None` where all of them are on the device.
+    pub fn elastic(&self) -> Option<&Elastic> {
+        self.elastic.as_deref()
+    }
+
+    /// Treats experts without a place on the device otherwise from the next step on.
+    ///
+    /// # Errors
+    /// A mode that cannot be honoured; it is then as it was. Asserts that there is a cache.
+    pub fn set_experts_mode(&mut self, mode: Mode) -> Result<(), EngineError> {
+        let elastic = self.elastic.as_deref_mut().expect("a model whose experts are behind a cache");
+        Ok(elastic.set_mode(mode)?)
+    }
+
+    /// Changes the number of slots of the expert cache between two steps, while sequences live on. Programs are recorded again
+    /// when they are next needed.
+    ///
+    /// # Errors
+    /// The device's refusal; then the slots are as they were. Asserts that there is a cache.
+    pub fn resize_expert_cache(&mut self, n_slots: usize) -> Result<(), EngineError> {
+        let elastic = self.elastic.as_deref_mut().expect("a model whose experts are behind a cache");
+        self.programs = Programs::default();
+        self.layered.clear();
+        self.batch.experts.clear();
+        let resized = elastic.resize(n_slots);
+        self.batch.experts = elastic.experts();
+        Ok(resized?)
     }
 
     /// The model.
@@ -126,7 +200,7 @@ impl Engine {
 
     /// Bytes of device memory for caches and activations.
     pub fn bytes(&self) -> u64 {
-        batch::bytes(&*self.model, &self.limits, self.backend.caps().precision)
+        batch::bytes(self.model.sizes(), &self.limits, self.backend.caps().precision)
     }
 
     /// The stages of a decode step for `n` sequences: what it runs, for reports.
@@ -187,19 +261,39 @@ impl Engine {
     /// # Errors
     /// [`EngineError`]; nothing was computed.
     pub fn compute(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
-        let recorded = self.prefill_input(sequence, n)?;
-        recorded.program.replay(&mut NoRoutePoints)?;
+        if self.elastic.is_some() && n > MAX_SEQUENCES {
+            let bucket = self.layered_input(sequence, n)?;
+            let Engine { backend, layered, elastic, .. } = self;
+            let (layered, serving) =
+                layered.get_mut(&bucket).zip(elastic.as_deref_mut()).expect("made for it");
+            settle(layered.run(&**backend, serving), elastic)?;
+        } else {
+            self.make_room(sequence, n)?;
+            let Engine { backend, model, batch, programs, input, elastic, .. } = self;
+            let recorded = programs.get(Kind::Prefill, n, &**backend, &**model, batch)?;
+            input.put_rows(&recorded.batch, once(&*sequence), n);
+            backend.write(&recorded.batch.input, input.rows(&recorded.batch))?;
+            replay(&mut *recorded.program, elastic)?;
+        }
         self.advance(sequence, n);
         Ok(())
     }
 
-    /// Makes room for the next `n` tokens and writes the input of the program that computes them.
-    fn prefill_input(&mut self, sequence: &mut Sequence, n: usize) -> Result<&mut Recorded, EngineError> {
+    /// Makes room for the next `n` tokens, writes the input of the step that streams experts to them, and gives its bucket.
+    fn layered_input(&mut self, sequence: &mut Sequence, n: usize) -> Result<usize, EngineError> {
         self.make_room(sequence, n)?;
-        let recorded = self.programs.get(Kind::Prefill, n, &*self.backend, &*self.model, &self.batch)?;
-        self.input.put_rows(&recorded.batch, once(&*sequence), n);
-        self.backend.write(&recorded.batch.input, self.input.rows(&recorded.batch))?;
-        Ok(recorded)
+        let bucket = n.next_power_of_two();
+        let Engine { backend, model, batch, layered, elastic, input, .. } = self;
+        if !layered.contains_key(&bucket) {
+            let elastic = elastic.as_deref().expect("asked for by an engine with a cache");
+            let batch = batch.bucket(bucket).with_shared_ids();
+            let stages = programs::stages(Kind::Prefill, &**model, &batch);
+            layered.insert(bucket, Layered::record(&**backend, batch, stages, elastic)?);
+        }
+        let batch = &layered[&bucket].batch;
+        input.put_rows(batch, once(&*sequence), n);
+        backend.write(&batch.input, input.rows(batch))?;
+        Ok(bucket)
     }
 
     fn advance(&mut self, sequence: &mut Sequence, n: usize) {
@@ -216,13 +310,21 @@ impl Engine {
             assert_eq!(sequence.pending().len(), 1, "decode computes one token a sequence");
             self.make_room(sequence, 1)?;
         }
-        let Engine { backend, model, batch, programs, input, drawer, .. } = self;
-        let recorded = programs.get(Kind::Decode, sequences.len(), &**backend, &**model, batch)?;
+        let kind = match self.elastic.as_deref_mut().map(Elastic::begin).transpose()? {
+            Some(StepKind::InPlace) => Kind::DecodeInPlace,
+            Some(StepKind::CoExecuted) | None => Kind::Decode,
+        };
+        let Engine { backend, model, batch, programs, input, elastic, drawer, .. } = self;
+        let recorded = programs.get(kind, sequences.len(), &**backend, &**model, batch)?;
         let shared = || sequences.iter().map(|sequence| &**sequence);
         input.put_rows(&recorded.batch, shared(), 1);
         input.put_logit_rows(&recorded.batch, 0..recorded.batch.n_rows);
         backend.write(&recorded.batch.input, input.put_sampling(&recorded.batch, shared()))?;
-        recorded.program.replay(&mut NoRoutePoints)?;
+        replay(&mut *recorded.program, elastic)?;
+        if let (Kind::DecodeInPlace, Some(serving)) = (kind, elastic.as_deref_mut()) {
+            let ids = bytemuck::cast_slice(recorded.program.output(output::EXPERT_IDS));
+            settle(serving.end_in_place(ids), elastic)?;
+        }
         for (row, (drawn, sequence)) in drawn.iter_mut().zip(shared()).enumerate() {
             *drawn = drawer.draw(&**backend, recorded, row, sequence)?;
         }
@@ -273,25 +375,49 @@ impl Engine {
     /// # Errors
     /// [`EngineError`].
     pub fn trace(&mut self, sequence: &mut Sequence, n: usize) -> Result<Trace, EngineError> {
-        let batch = self.prefill_input(sequence, n)?.batch.clone();
-        let (hidden, top_k) = (self.model.sizes().hidden, self.model.sizes().moe.map_or(0, |moe| moe.top_k));
+        let bucket = match &self.elastic {
+            Some(_) => self.layered_input(sequence, n)?,
+            None => {
+                self.make_room(sequence, n)?;
+                n.next_power_of_two()
+            }
+        };
+        let Engine { backend, model, batch, layered, elastic, input, .. } = self;
+        let mut layered = layered.get_mut(&bucket).zip(elastic.as_deref_mut());
+        let batch = match &layered {
+            Some((layered, _)) => layered.batch.clone(),
+            None => batch.bucket(bucket),
+        };
+        input.put_rows(&batch, once(&*sequence), n);
+        backend.write(&batch.input, input.rows(&batch))?;
+        let (hidden, top_k) = (model.sizes().hidden, model.sizes().moe.map_or(0, |moe| moe.top_k));
         let mut trace = Trace::default();
-        self.backend.run(&self.model.embed(&batch))?;
-        for layer in 0..self.model.sizes().n_layers {
-            for stage in self.model.layer(layer, &batch) {
-                match stage {
-                    Stage::Ops(ops) => self.backend.run(&ops)?,
-                    Stage::Route(point) => self.backend.run(&[point.mlp.into()])?,
+        backend.run(&model.embed(&batch))?;
+        let mut moe_layer = 0;
+        for layer in 0..model.sizes().n_layers {
+            let mut is_sparse = false;
+            for stage in model.layer(layer, &batch) {
+                match (stage, &mut layered) {
+                    (Stage::Ops(ops), _) => backend.run(&ops)?,
+                    (Stage::Route(point), None) => {
+                        backend.run(&[point.mlp.into()])?;
+                        is_sparse = true;
+                    }
+                    (Stage::Route(_), Some((layered, elastic))) => {
+                        layered.experts(moe_layer, elastic)?;
+                        is_sparse = true;
+                    }
                 }
             }
             let mut x = vec![0.0_f32; n * hidden];
-            self.backend.read(&batch.x, bytemuck::cast_slice_mut(&mut x))?;
+            backend.read(&batch.x, bytemuck::cast_slice_mut(&mut x))?;
             trace.hidden.push(x);
-            if top_k > 0 {
+            if is_sparse {
                 let (mut ids, mut weights) = (vec![0_i32; n * top_k], vec![0.0_f32; n * top_k]);
-                self.backend.read(&batch.expert_ids, bytemuck::cast_slice_mut(&mut ids))?;
-                self.backend.read(&batch.expert_weights, bytemuck::cast_slice_mut(&mut weights))?;
+                backend.read(&batch.expert_ids_of(moe_layer), bytemuck::cast_slice_mut(&mut ids))?;
+                backend.read(&batch.expert_weights, bytemuck::cast_slice_mut(&mut weights))?;
                 trace.routes.push((ids, weights));
+                moe_layer += 1;
             }
         }
         self.advance(sequence, n);
@@ -315,11 +441,21 @@ impl Engine {
     }
 }
 
-/// Rows whose experts' rows are kept at a time: all where memory is plentiful, since each tile reads its experts again.
-fn tile_rows(sizes: &Sizes, caps: &Caps, max_rows: usize) -> usize {
-    let row_bytes = sizes.moe.map_or(0, |moe| moe.top_k * sizes.hidden * size_of::<f32>());
-    let share = caps.total_bytes.map_or(DEFAULT_PARTS_BYTES, |total| total / PARTS_SHARE);
-    let most = usize::try_from(share).unwrap_or(usize::MAX).min(caps.max_binding_bytes);
-    let fits = (most / row_bytes.max(1)).clamp(1, max_rows);
-    1 << fits.ilog2()
+/// Replays a step, whose route points the cache answers. After a step that failed, nobody knows what is in its slots.
+fn replay(program: &mut dyn Program, elastic: &mut Option<Box<Elastic>>) -> Result<(), EngineError> {
+    let done = match elastic {
+        Some(elastic) => program.replay(&mut **elastic),
+        None => program.replay(&mut NoRoutePoints),
+    };
+    settle(done, elastic)
+}
+
+fn settle(
+    done: freetoken_backend::Result<()>,
+    elastic: &mut Option<Box<Elastic>>,
+) -> Result<(), EngineError> {
+    if let (Err(_), Some(elastic)) = (&done, elastic) {
+        elastic.forget()?;
+    }
+    Ok(done?)
 }

@@ -2,8 +2,8 @@
 
 use freetoken_backend::{
     Activation, Attention, AttentionParams, Combine, CombineParams, Embed, EmbedParams, ExpertMlp,
-    ExpertMlpParams, Experts, MatMul, MatMulParams, Matrix, Op, RopeCache, RopeCacheParams, Route,
-    RouteParams, Stage, View, Weight,
+    ExpertMlpParams, MatMul, MatMulParams, Matrix, Op, RopeCache, RopeCacheParams, Route, RouteParams,
+    RoutePoint, Stage, View, Weight,
 };
 
 use super::{ConfigError, ConfigFile, ModelError, MoeSizes, Sizes, Weights};
@@ -361,7 +361,8 @@ pub(super) struct SparseMoe {
     post_attention_layernorm: Weight,
     /// `[n_experts, hidden]`
     gate: Weight,
-    experts: Experts,
+    /// Which of the MoE layers it is.
+    moe_layer: usize,
     renormalize: bool,
     eps: f32,
 }
@@ -379,7 +380,7 @@ impl SparseMoe {
         Ok(SparseMoe {
             post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), hidden)?,
             gate: weights.matrix(&name("mlp.gate.weight"), moe.n_experts, hidden)?,
-            experts: weights.experts(moe.n_experts, hidden, moe.intermediate, expert)?,
+            moe_layer: weights.experts(moe.n_experts, hidden, moe.intermediate, expert)?,
             renormalize: config.flag("norm_topk_prob", false)?,
             eps: eps(config)?,
         })
@@ -388,36 +389,35 @@ impl SparseMoe {
     pub(super) fn stages(&self, s: &Sizes, b: &Batch) -> Vec<Stage> {
         let moe = s.moe.as_ref().expect("a model with experts states their sizes");
         let (hidden, top_k) = (s.hidden as u32, moe.top_k as u32);
-        let mut ops: Vec<Op> = vec![
-            Route {
-                ids: b.expert_ids.clone(),
-                weights: b.expert_weights.clone(),
-                normed: b.normed.clone(),
-                x: b.x.clone(),
-                norm: self.post_attention_layernorm.clone(),
-                router: self.gate.clone(),
-                sequences: b.sequences.clone(),
-                p: RouteParams {
-                    n_rows: b.n_rows as u32,
-                    hidden,
-                    n_experts: moe.n_experts as u32,
-                    top_k,
-                    renormalize: self.renormalize as u32,
-                    eps: self.eps,
-                },
-            }
-            .into(),
-        ];
+        let (ids, weights) = (&b.expert_ids_of(self.moe_layer), &b.expert_weights);
+        let route = Route {
+            ids: ids.clone(),
+            weights: weights.clone(),
+            normed: b.normed.clone(),
+            x: b.x.clone(),
+            norm: self.post_attention_layernorm.clone(),
+            router: self.gate.clone(),
+            sequences: b.sequences.clone(),
+            p: RouteParams {
+                n_rows: b.n_rows as u32,
+                hidden,
+                n_experts: moe.n_experts as u32,
+                top_k,
+                renormalize: self.renormalize as u32,
+                eps: self.eps,
+            },
+        };
+        let mut stages = vec![Stage::Ops(vec![route.into()])];
         for start in (0..b.n_rows).step_by(b.tile_rows) {
             let rows = start..b.n_rows.min(start + b.tile_rows);
             let part = |view: &View, width: usize| view.slice(rows.start * width * 4..rows.end * width * 4);
-            let (ids, n_rows) = (part(&b.expert_ids, moe.top_k), rows.len() as u32);
+            let (ids, n_rows) = (part(ids, moe.top_k), rows.len() as u32);
             let mlp = ExpertMlp {
                 parts: b.parts.clone(),
                 x: part(&b.normed, s.hidden),
                 ids: ids.clone(),
-                weights: part(&b.expert_weights, moe.top_k),
-                experts: self.experts.clone(),
+                weights: part(weights, moe.top_k),
+                experts: b.experts[self.moe_layer].clone(),
                 p: ExpertMlpParams {
                     n_rows,
                     top_k,
@@ -430,8 +430,8 @@ impl SparseMoe {
             let x = part(&b.x, s.hidden);
             let combine =
                 Combine { x, parts: b.parts.clone(), ids, p: CombineParams { n_rows, top_k, hidden } };
-            ops.extend([mlp.into(), combine.into()]);
+            stages.extend([Stage::Route(RoutePoint { mlp }), Stage::Ops(vec![combine.into()])]);
         }
-        vec![Stage::Ops(ops)]
+        stages
     }
 }

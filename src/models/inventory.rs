@@ -3,9 +3,11 @@
 
 use std::{cell::RefCell, sync::Arc};
 
-use freetoken_backend::{Backend, HostBytes, os};
+use freetoken_backend::{Backend, Format, HostBytes, os};
 
-use super::{ConfigFile, ModelError, MoeSizes, Sizes, TensorError, WeightSource, Weights, load};
+use super::{
+    ConfigFile, ModelError, MoeSizes, Sizes, TensorError, WeightSource, Weights, load, weights::format_of,
+};
 use crate::formats::{Dtype, FormatError, error::TensorFault, write::TensorSpec};
 
 /// The tensors of a model, in the order in which it asks for them, and its sizes.
@@ -86,6 +88,16 @@ impl Inventory {
     pub fn expert_bytes(&self) -> Option<u64> {
         let MoeSizes { n_layers, n_experts, .. } = self.sizes.moe.filter(|moe| moe.n_layers > 0)?;
         Some(self.routed().map(bytes).sum::<u64>() / (n_layers * n_experts) as u64)
+    }
+
+    /// How routed experts are stored.
+    ///
+    /// # Errors
+    /// [`TensorError`] for a type that experts are not stored in.
+    pub fn expert_format(&self) -> Result<Format, ModelError> {
+        let first = self.routed().next().expect("asked of a model with experts");
+        let format = format_of(&first.name, first.dtype)?;
+        Ok(format)
     }
 
     /// Bytes by element type, most first.

@@ -22,7 +22,7 @@ pub use config::{ConfigError, ConfigFile};
 pub use inventory::Inventory;
 pub use rope::Rope;
 pub use synthetic::{RoutingLaw, Synthetic, SyntheticCheckpoint};
-pub use weights::{TensorError, WeightSource, Weights};
+pub use weights::{LoadedExperts, TensorError, WeightSource, Weights};
 
 /// A loaded model: what turns a batch into ops. All ops of a step are `embed`, then each layer in order, then `head`.
 pub trait Model: Send + Sync {
@@ -35,7 +35,8 @@ pub trait Model: Send + Sync {
     /// Token ids to the residual stream.
     fn embed(&self, batch: &Batch) -> Vec<Op>;
 
-    /// One layer, residual stream to residual stream.
+    /// One layer, residual stream to residual stream. Experts are always behind a route point; where all of them have a place,
+    /// the engine makes an op of it.
     fn layer(&self, layer: usize, batch: &Batch) -> Vec<Stage>;
 
     /// The chosen rows of the residual stream to logits.

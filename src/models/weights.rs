@@ -3,11 +3,14 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use freetoken_backend::{
-    Backend, ExpertPool, ExpertWeights, Experts, Format, HostBytes, Matrix, Weight, record,
+    Backend, ExpertPool, ExpertRecord, ExpertWeights, Experts, Format, HostBytes, Matrix, Weight, os, record,
 };
 
 use super::ModelError;
-use crate::formats::{Dtype, FormatError};
+use crate::{
+    formats::{Dtype, FormatError},
+    moe::ExpertBanks,
+};
 
 /// Where tensors come from: a checkpoint, or nothing but their names and shapes.
 pub trait WeightSource {
@@ -61,22 +64,46 @@ pub enum TensorError {
     },
 }
 
-/// Loads weights onto a device, and keeps what models need to share one pool of experts.
+/// Where the routed experts of a model are once it is loaded.
+#[derive(Debug)]
+pub enum LoadedExperts {
+    /// All of them on the device: one place for each MoE layer.
+    Placed(Vec<Experts>),
+    /// All of them in host memory, behind a cache that the engine makes.
+    Banked(ExpertBanks),
+}
+
+/// Loads weights onto a device, and routed experts onto it or into host banks.
 pub struct Weights<'a> {
     backend: &'a dyn Backend,
     source: &'a dyn WeightSource,
     used: BTreeSet<String>,
+    experts: LoadedExperts,
+    /// Name of the first tensor of an expert, for errors.
+    first_expert: String,
     progress: &'a mut dyn FnMut(u64),
 }
 
 impl<'a> Weights<'a> {
-    /// Weights of `source` for `backend`; `progress` hears the bytes of each tensor.
+    /// Weights of `source` for `backend`, experts included; `progress` hears the bytes of each tensor.
     pub fn new(
         backend: &'a dyn Backend,
         source: &'a dyn WeightSource,
         progress: &'a mut dyn FnMut(u64),
     ) -> Self {
-        Weights { backend, source, used: BTreeSet::new(), progress }
+        let experts = LoadedExperts::Placed(Vec::new());
+        Weights { backend, source, used: BTreeSet::new(), experts, first_expert: String::new(), progress }
+    }
+
+    /// Keeps the experts in host memory instead.
+    pub fn with_banks(mut self) -> Self {
+        self.experts = LoadedExperts::Banked(ExpertBanks::default());
+        self
+    }
+
+    /// Where the experts of all MoE layers are.
+    pub fn into_experts(self) -> LoadedExperts {
+        self.experts
     }
 
     /// Names of the tensors that were asked for.
@@ -91,12 +118,7 @@ impl<'a> Weights<'a> {
 
     fn fetch(&mut self, name: &str, shape: &[usize]) -> Result<(Format, HostBytes), TensorError> {
         let (dtype, bytes) = self.source.tensor(name, shape)?;
-        let format = match dtype {
-            Dtype::F32 => Format::F32,
-            Dtype::BF16 => Format::Bf16,
-            Dtype::F16 => Format::F16,
-            found => return Err(TensorError::Dtype { name: name.into(), found }),
-        };
+        let format = format_of(name, dtype)?;
         self.used.insert(name.into());
         (self.progress)(bytes.len() as u64);
         Ok((format, bytes))
@@ -166,7 +188,8 @@ impl<'a> Weights<'a> {
         Ok(Weight { view, format, rows, cols }.into())
     }
 
-    /// The routed experts of one layer; `name(expert, "gate_proj")` gives the names of their tensors.
+    /// The routed experts of the next MoE layer, whose number it gives; `name(expert, "gate_proj")` gives the names of their
+    /// tensors.
     ///
     /// # Errors
     /// [`ModelError`] naming the tensor.
@@ -176,7 +199,7 @@ impl<'a> Weights<'a> {
         hidden: usize,
         intermediate: usize,
         name: impl Fn(usize, &str) -> String,
-    ) -> Result<Experts, ModelError> {
+    ) -> Result<usize, ModelError> {
         let mut first: Option<(Format, String)> = None;
         let mut fetched = Vec::new();
         for e in 0..n_experts {
@@ -188,26 +211,45 @@ impl<'a> Weights<'a> {
                 Ok(bytes)
             };
             let up_shape = [intermediate, hidden];
-            fetched.push((
+            fetched.push([
                 of("gate_proj", up_shape)?,
                 of("up_proj", up_shape)?,
                 of("down_proj", [hidden, intermediate])?,
-            ));
+            ]);
         }
-        let format = first.expect("a layer has experts").0;
-        if self.backend.caps().host_memory {
+        let (format, first) = first.expect("a layer has experts");
+        if let LoadedExperts::Banked(banks) = &self.experts {
+            if let Some(record) = banks.record() {
+                same_format(record.format, &self.first_expert, format, &first)?;
+            }
+            let record = record(format, hidden, intermediate);
+            let mut bank = self.backend.alloc_host(n_experts * record.bytes)?;
+            for (matrices, place) in fetched.iter().zip(bank.as_mut_slice().chunks_exact_mut(record.bytes)) {
+                assemble(&record, matrices, place);
+                // What is copied need not stay in the page cache as well.
+                matrices.iter().for_each(|matrix| os::drop_pages(matrix.as_slice()));
+            }
+            self.first_expert = first;
+            let LoadedExperts::Banked(banks) = &mut self.experts else { unreachable!("matched above") };
+            return Ok(banks.push(record, n_experts, bank));
+        }
+        let placed = if self.backend.caps().host_memory {
             let mut experts = Vec::new();
-            for (gate, up, down) in &fetched {
+            for [gate, up, down] in &fetched {
                 experts.push(ExpertWeights {
                     gate: self.place(format, gate, intermediate, hidden)?,
                     up: self.place(format, up, intermediate, hidden)?,
                     down: self.place(format, down, hidden, intermediate)?,
                 });
             }
-            return Ok(Experts::InPlace(experts.into()));
-        }
-        let pool = self.resident_pool(format, hidden, intermediate, &fetched)?;
-        Ok(Experts::Pool { pool: Arc::new(pool), layer: 0 })
+            Experts::InPlace(experts.into())
+        } else {
+            let pool = self.resident_pool(format, hidden, intermediate, &fetched)?;
+            Experts::Pool { pool: Arc::new(pool), layer: 0 }
+        };
+        let LoadedExperts::Placed(layers) = &mut self.experts else { unreachable!("returned above") };
+        layers.push(placed);
+        Ok(layers.len() - 1)
     }
 
     /// All experts of a layer in slots of their own, each assembled into a record once.
@@ -216,7 +258,7 @@ impl<'a> Weights<'a> {
         format: Format,
         hidden: usize,
         intermediate: usize,
-        experts: &[(HostBytes, HostBytes, HostBytes)],
+        experts: &[[HostBytes; 3]],
     ) -> Result<ExpertPool, ModelError> {
         let record = record(format, hidden, intermediate);
         let slots_per_chunk = (self.backend.caps().max_binding_bytes / record.bytes).clamp(1, experts.len());
@@ -237,14 +279,29 @@ impl<'a> Weights<'a> {
             banks: Vec::new(),
         };
         let mut assembled = vec![0_u8; pool.record.bytes];
-        for (slot, (gate, up, down)) in experts.iter().enumerate() {
-            assembled[pool.record.gate()].copy_from_slice(gate.as_slice());
-            assembled[pool.record.up()].copy_from_slice(up.as_slice());
-            assembled[pool.record.down.clone()].copy_from_slice(down.as_slice());
+        for (slot, matrices) in experts.iter().enumerate() {
+            assemble(&pool.record, matrices, &mut assembled);
             self.backend.write(&pool.slot(slot), &assembled)?;
         }
         Ok(pool)
     }
+}
+
+/// How a tensor of this type is multiplied.
+pub(super) fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError> {
+    match dtype {
+        Dtype::F32 => Ok(Format::F32),
+        Dtype::BF16 => Ok(Format::Bf16),
+        Dtype::F16 => Ok(Format::F16),
+        found => Err(TensorError::Dtype { name: name.into(), found }),
+    }
+}
+
+/// One record from the gate, up and down matrices of an expert.
+fn assemble(record: &ExpertRecord, [gate, up, down]: &[HostBytes; 3], into: &mut [u8]) {
+    into[record.gate()].copy_from_slice(gate.as_slice());
+    into[record.up()].copy_from_slice(up.as_slice());
+    into[record.down.clone()].copy_from_slice(down.as_slice());
 }
 
 fn same_format(format: Format, first: &str, other: Format, second: &str) -> Result<(), TensorError> {

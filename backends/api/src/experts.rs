@@ -130,6 +130,11 @@ impl Experts {
         }
     }
 
+    /// Whether some may be in the host's banks only.
+    pub fn is_cached(&self) -> bool {
+        matches!(self, Experts::Pool { pool, .. } if !pool.banks.is_empty())
+    }
+
     /// Bytes a kernel reads of one expert.
     pub fn expert_bytes(&self) -> usize {
         match self {

@@ -15,7 +15,9 @@ use crate::{
     devices::ReadProbe,
     formats::{Dtype, write::TensorSpec},
     model_files::ModelFiles,
-    models::{self, ConfigFile, Inventory, MoeSizes, Sizes, Synthetic, SyntheticCheckpoint, Weights},
+    models::{
+        self, ConfigFile, Inventory, LoadedExperts, MoeSizes, Sizes, Synthetic, SyntheticCheckpoint, Weights,
+    },
 };
 
 /// The shape that is measured unless a model is given.
@@ -120,7 +122,13 @@ fn make(
     let checkpoint =
         SyntheticCheckpoint::generate(&Synthetic::new(seed), &tensors, &mut |bytes| progress.add(bytes))?;
     progress.finish();
-    Ok(Weights::new(backend, &checkpoint, &mut |_| ()).experts(n_experts, hidden, intermediate, name)?)
+    let mut progress = |_| ();
+    let mut weights = Weights::new(backend, &checkpoint, &mut progress);
+    let layer = weights.experts(n_experts, hidden, intermediate, name)?;
+    let LoadedExperts::Placed(mut layers) = weights.into_experts() else {
+        unreachable!("loaded onto the device")
+    };
+    Ok(layers.swap_remove(layer))
 }
 
 /// What one turn measured.

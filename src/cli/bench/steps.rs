@@ -32,7 +32,7 @@ const PREFILL_RUNS: usize = 9;
 pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) -> Result<Table> {
     let mut table = Table::new(&COLUMNS);
     for &prompt in &args.prompt {
-        let seconds = prefill_seconds(subject, prompt as usize)?;
+        let (seconds, _) = prefill_runs(subject, prompt as usize)?;
         let tokens_per_second = prompt as f64 / seconds;
         table.push([
             "prefill".into(),
@@ -64,8 +64,8 @@ pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) 
     Ok(table)
 }
 
-/// Time to the first token: the median of a few runs behind one that records the programs.
-fn prefill_seconds(subject: &mut Subject, n_tokens: usize) -> Result<f64> {
+/// Time to the first token: the median of a few runs behind one that records the programs; and how many runs that were in all.
+pub(super) fn prefill_runs(subject: &mut Subject, n_tokens: usize) -> Result<(f64, usize)> {
     let mut seconds = Vec::new();
     let begin = Instant::now();
     for run in 0..=PREFILL_RUNS {
@@ -82,7 +82,7 @@ fn prefill_seconds(subject: &mut Subject, n_tokens: usize) -> Result<f64> {
         }
     }
     seconds.sort_unstable_by(f64::total_cmp);
-    Ok(seconds[seconds.len() / 2])
+    Ok((seconds[seconds.len() / 2], seconds.len() + 1))
 }
 
 /// Means over the timed steps.
@@ -90,6 +90,17 @@ struct Decoded {
     seconds: f64,
     /// That a step must read.
     bytes: f64,
+}
+
+/// Seconds of a decode step, the mean over `n_steps`.
+pub(super) fn decode_seconds(
+    subject: &mut Subject,
+    sequences: &mut [Sequence],
+    n_steps: usize,
+) -> Result<f64> {
+    let start = Instant::now();
+    (0..n_steps).try_for_each(|_| subject.decode(sequences))?;
+    Ok(start.elapsed().as_secs_f64() / n_steps as f64)
 }
 
 fn decode(subject: &mut Subject, sequences: &mut [Sequence], n_steps: usize) -> Result<Decoded> {

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
-use freetoken_backend::{Attention, KvCache, Op, PAGE_TOKENS, Stage};
+use freetoken_backend::{Attention, Backend, KvCache, Op, PAGE_TOKENS, Stage};
 
 use super::{
     super::{
-        synth::{N_TOKENS, distinct_experts, random_routes, random_token},
+        synth::{N_TOKENS, Shape, distinct_experts, random_routes, random_token},
         terminal::Progress,
     },
     BenchArgs,
@@ -15,10 +15,69 @@ use super::{
 use crate::{
     engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
     model_files::ModelFiles,
+    models::SyntheticCheckpoint,
 };
 
 /// Steps that are not timed in front of those that are.
 pub(super) const WARM_UP: usize = 2;
+
+/// Where the model comes from.
+pub(super) enum Source {
+    /// A checkpoint.
+    Files(Box<ModelFiles>),
+    /// Made-up weights of a shape.
+    Shape(Shape, SyntheticCheckpoint),
+}
+
+impl Source {
+    /// Opens the files, or makes the weights.
+    pub(super) fn open(args: &BenchArgs) -> Result<Self> {
+        Ok(match args.shape.read()? {
+            Some(shape) => {
+                let weights = shape.weights(&args.shape)?;
+                Source::Shape(shape, weights)
+            }
+            None => Source::Files(Box::new(ModelFiles::open(args.model.as_deref())?)),
+        })
+    }
+
+    /// The model on a device, with random tokens routed through it. `deepest`: tokens of the longest sequence that decodes.
+    pub(super) fn subject(
+        &self,
+        args: &BenchArgs,
+        backend: Arc<dyn Backend>,
+        options: &EngineOptions,
+        deepest: usize,
+    ) -> Result<Subject> {
+        let (name, mut engine) = match self {
+            Source::Shape(shape, weights) => (shape.name.clone(), shape.engine(weights, backend, options)?),
+            Source::Files(files) => {
+                let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
+                let engine = files.engine(backend, options, &mut |bytes| progress.add(bytes))?;
+                progress.finish();
+                (files.name(), engine)
+            }
+        };
+        let longest = args.prompt.iter().copied().max().unwrap_or(0) as usize;
+        ensure!(
+            deepest.max(longest) <= engine.context(),
+            "the model's context is {} tokens and {} are asked for: lower --prompt, --depth or --decode",
+            engine.context(),
+            deepest.max(longest)
+        );
+        let seed = args.shape.seed;
+        let routes = random_routes(&mut engine, seed)?;
+        Ok(Subject { name, engine, routes, seed, n_drawn: N_TOKENS as u64 })
+    }
+}
+
+/// Options of an engine that has room for every prompt and batch, and for sequences of `deepest` tokens that decode.
+pub(super) fn options(args: &BenchArgs, deepest: usize) -> EngineOptions {
+    let longest = args.prompt.iter().copied().max().unwrap_or(0) as usize;
+    let context = deepest.max(longest).max(N_TOKENS);
+    let max_sequences = args.batch.iter().copied().max().unwrap_or(1) as usize;
+    EngineOptions { context, max_sequences, ..EngineOptions::default() }
+}
 
 /// A model on a device.
 pub(super) struct Subject {
@@ -35,33 +94,12 @@ impl Subject {
     /// Loads or makes the model, with room for all that is asked for, and routes random tokens through it.
     pub(super) fn open(args: &BenchArgs) -> Result<Self> {
         let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize + WARM_UP + args.decode as usize;
-        let longest = args.prompt.iter().copied().max().unwrap_or(0) as usize;
-        let context = deepest.max(longest).max(N_TOKENS);
-        let max_sequences = args.batch.iter().copied().max().unwrap_or(1) as usize;
-        let options = EngineOptions { context, max_sequences, ..EngineOptions::default() };
         let backend = args.device.open()?;
-        let (name, mut engine) = match args.shape.read()? {
-            Some(shape) => {
-                let model = shape.load(&args.shape, &*backend)?;
-                (shape.name, Engine::new(Arc::clone(&backend), model, options)?)
-            }
-            None => {
-                let files = ModelFiles::open(args.model.as_deref())?;
-                let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
-                let engine = files.engine(backend, options, &mut |bytes| progress.add(bytes))?;
-                progress.finish();
-                (files.name(), engine)
-            }
-        };
-        ensure!(
-            deepest.max(longest) <= engine.context(),
-            "the model's context is {} tokens and {} are asked for: lower --prompt, --depth or --decode",
-            engine.context(),
-            deepest.max(longest)
-        );
-        let seed = args.shape.seed;
-        let routes = random_routes(&mut engine, seed)?;
-        Ok(Subject { name, engine, routes, seed, n_drawn: N_TOKENS as u64 })
+        let options = options(args, deepest);
+        let options = args.memory.options(options, &*backend, &args.device)?;
+        let subject = Source::open(args)?.subject(args, backend, &options, deepest)?;
+        args.memory.say(&subject.engine);
+        Ok(subject)
     }
 
     /// The next random token.
@@ -100,7 +138,7 @@ impl Subject {
     }
 
     /// Makes a sequence have `depth` tokens, all in the cache: what it has of them already is kept.
-    fn bring_to(&mut self, depth: usize, sequence: &mut Sequence) -> Result<()> {
+    pub(super) fn bring_to(&mut self, depth: usize, sequence: &mut Sequence) -> Result<()> {
         let mut tokens = sequence.tokens().to_vec();
         tokens.resize_with(depth, || self.token());
         self.engine.rebase(sequence, &tokens);

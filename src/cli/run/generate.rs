@@ -71,6 +71,11 @@ impl<'m> Generator<'m> {
         self.sequence = Sequence::new(&[], params, self.engine.context());
     }
 
+    /// What computes.
+    pub(super) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
     /// How tokens are drawn.
     pub(super) fn params(&self) -> &SamplingParams {
         self.sequence.params()

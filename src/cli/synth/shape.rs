@@ -1,6 +1,6 @@
 //! Arguments that describe a made-up model: a published shape or a configuration, how much of it, and its experts' law.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc};
 
 use anyhow::{Result, ensure};
 use clap::{Args, builder::PossibleValuesParser};
@@ -11,8 +11,10 @@ use serde_json::{Map, Value};
 use super::super::terminal::Progress;
 use crate::{
     devices,
+    engine::{Engine, EngineOptions},
     formats::json,
-    models::{self, ConfigFile, Inventory, Model, RoutingLaw, Synthetic, SyntheticCheckpoint, Weights},
+    loading,
+    models::{self, ConfigFile, Inventory, RoutingLaw, Synthetic, SyntheticCheckpoint},
 };
 
 /// Experts of all layers that a configuration may ask for, ten times as many as the largest published model has.
@@ -100,8 +102,8 @@ impl Shape {
         Ok(Inventory::new(&self.config(), &*devices::reference())?)
     }
 
-    /// Makes the model in memory and loads it, with a bar on a terminal.
-    pub(in crate::cli) fn load(&self, args: &ShapeArgs, backend: &dyn Backend) -> Result<Box<dyn Model>> {
+    /// Makes the weights in memory, with a bar on a terminal.
+    pub(in crate::cli) fn weights(&self, args: &ShapeArgs) -> Result<SyntheticCheckpoint> {
         let inventory = self.inventory()?;
         if let Some(free) = os::available_memory().filter(|&free| free < inventory.bytes()) {
             let layer = inventory.layer_bytes().into_iter().max().unwrap_or(0);
@@ -117,11 +119,20 @@ impl Shape {
         }
         let progress = Progress::bytes("making", inventory.bytes());
         let synthetic = Synthetic::new(args.seed).with_routing(args.routing, &inventory.sizes);
-        let checkpoint =
+        let weights =
             SyntheticCheckpoint::generate(&synthetic, &inventory.tensors, &mut |n| progress.add(n))?;
-        let model = models::load(&self.config(), &mut Weights::new(backend, &checkpoint, &mut |_| ()))?;
         progress.finish();
-        Ok(model)
+        Ok(weights)
+    }
+
+    /// An engine with such weights.
+    pub(in crate::cli) fn engine(
+        &self,
+        weights: &SyntheticCheckpoint,
+        backend: Arc<dyn Backend>,
+        options: &EngineOptions,
+    ) -> Result<Engine> {
+        Ok(loading::load(&self.config(), weights, backend, options, &mut |_| ())?)
     }
 }
 

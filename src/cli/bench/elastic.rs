@@ -1,0 +1,215 @@
+//! Experts behind a cache: for each share of the experts that has a slot, every way of treating the others, in turns, beside
+//! the bound of the machine and the model that the policy goes by.
+//!
+//! Bound of a decode step: the bytes of the misses at the rate of link and CPU together, plus the step of the same backend
+//! with all experts on the device. Bound of a prompt: the longer of the streamed bytes at the link's rate and the same
+//! prompt with all experts on the device.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use freetoken_backend::Backend;
+
+use super::{
+    BenchArgs,
+    steps::{decode_seconds, prefill_runs},
+    subject::{Source, Subject, WARM_UP, options},
+    table::{Cell, Column, Table, column},
+};
+use crate::{
+    engine::{EngineOptions, Sequence},
+    moe::{CacheSize, Counters, Mode},
+};
+
+const COLUMNS: [Column; 16] = [
+    column("stage", "stage", 1.0, 0),
+    column("cache", "cache %", 100.0, 0),
+    column("prompt", "prompt", 1.0, 0),
+    column("batch", "batch", 1.0, 0),
+    column("experts", "experts", 1.0, 0),
+    column("seconds", "ms", 1e3, 2),
+    column("tokens_per_second", "tok/s", 1.0, 1),
+    column("bound_seconds", "bound ms", 1e3, 2),
+    column("share_of_bound", "% of bound", 100.0, 1),
+    column("model_seconds", "model ms", 1e3, 2),
+    column("misses", "misses %", 100.0, 1),
+    column("missed_bytes", "missed MB", 1e-6, 0),
+    column("fetched", "fetched", 1.0, 1),
+    column("in_place", "in place", 1.0, 1),
+    column("host", "on CPU", 1.0, 1),
+    column("resident_seconds", "resident ms", 1e3, 2),
+];
+
+/// Turns of each mode; the median counts.
+const ROUNDS: usize = 5;
+
+/// Ways of treating misses, by name: `--experts`, and a fixed split to compare with.
+const MODES: [(&str, Mode); 5] = [
+    ("auto", Mode::Auto),
+    ("hybrid", Mode::Hybrid),
+    ("gpu", Mode::Gpu),
+    ("cpu", Mode::Cpu),
+    ("half", Mode::Share(0.5)),
+];
+
+/// What all experts on the device take: seconds for each prompt and each batch.
+struct Resident {
+    prefill: Vec<f64>,
+    decode: Vec<f64>,
+}
+
+/// Measures everything that is asked for; gives the subject's name too.
+pub(super) fn run(args: &BenchArgs, backend: &Arc<dyn Backend>) -> Result<(String, Table)> {
+    let depth = args.depth.iter().copied().max().unwrap_or(0) as usize;
+    let deepest = depth + ROUNDS * MODES.len() * (args.decode as usize + WARM_UP);
+    let source = Source::open(args)?;
+    let base = options(args, deepest);
+    let resident = {
+        let mut subject = source.subject(args, backend.clone(), &base, deepest)?;
+        resident(&mut subject, args, depth)?
+    };
+    let mut shares = args.cache.clone();
+    shares.sort_by(|a, b| b.total_cmp(a));
+    let largest = *shares.first().context("--cache names no share")?;
+    let behind = args.memory.options(base, &**backend, &args.device)?;
+    let behind = EngineOptions { expert_cache: Some(CacheSize::Percent(largest)), ..behind };
+    let mut subject = source.subject(args, backend.clone(), &behind, deepest)?;
+    drop(source);
+    args.memory.say(&subject.engine);
+    let mut table = Table::new(&COLUMNS);
+    for share in shares {
+        let n_experts = elastic(&subject).n_experts();
+        subject.engine.resize_expert_cache((n_experts as f64 * share / 100.0).round() as usize)?;
+        subject.engine.set_experts_mode(Mode::Auto)?;
+        for (&prompt, &resident) in args.prompt.iter().zip(&resident.prefill) {
+            prefill(&mut subject, share / 100.0, prompt as usize, resident, &mut table)?;
+        }
+        for (&batch, &resident) in args.batch.iter().zip(&resident.decode) {
+            let cell = DecodeCell { share: share / 100.0, batch: batch as usize, depth, resident };
+            decode(&mut subject, args, &cell, &mut table)?;
+        }
+    }
+    Ok((format!("{}, experts behind a cache", subject.name), table))
+}
+
+fn elastic(subject: &Subject) -> &crate::moe::Elastic {
+    subject.engine.elastic().expect("loaded behind a cache")
+}
+
+fn sequences(subject: &mut Subject, batch: usize, depth: usize) -> Result<Vec<Sequence>> {
+    let mut sequences: Vec<Sequence> = (0..batch).map(|_| subject.sequence()).collect();
+    sequences.iter_mut().try_for_each(|sequence| subject.bring_to(depth, sequence))?;
+    Ok(sequences)
+}
+
+fn resident(subject: &mut Subject, args: &BenchArgs, depth: usize) -> Result<Resident> {
+    let prefill = args.prompt.iter().map(|&prompt| Ok(prefill_runs(subject, prompt as usize)?.0));
+    let prefill = prefill.collect::<Result<_>>()?;
+    let mut decode = Vec::new();
+    for &batch in &args.batch {
+        let mut sequences = sequences(subject, batch as usize, depth)?;
+        let turns = (0..ROUNDS).map(|_| decode_seconds(subject, &mut sequences, args.decode as usize));
+        decode.push(median(turns.collect::<Result<_>>()?));
+        sequences.iter_mut().for_each(|sequence| subject.engine.release(sequence));
+    }
+    Ok(Resident { prefill, decode })
+}
+
+fn prefill(subject: &mut Subject, share: f64, prompt: usize, resident: f64, table: &mut Table) -> Result<()> {
+    let before = elastic(subject).counters().prefill;
+    let (seconds, n_runs) = prefill_runs(subject, prompt)?;
+    let sums = elastic(subject).counters().prefill.since(&before);
+    let record = elastic(subject).record_bytes() as f64;
+    let streamed = (sums.n_fetched + sums.n_wasted) as f64 / n_runs as f64;
+    let (rates, _) = elastic(subject).rates();
+    let bound = (streamed * record / rates.link_alone).max(resident);
+    let n_used = (sums.n_fetched + sums.n_hits).max(1) as f64;
+    table.push([
+        "prefill".into(),
+        share.into(),
+        prompt.into(),
+        1.0.into(),
+        "auto".into(),
+        seconds.into(),
+        (prompt as f64 / seconds).into(),
+        bound.into(),
+        (bound / seconds).into(),
+        Cell::Empty,
+        (sums.n_fetched as f64 / n_used).into(),
+        (streamed * record).into(),
+        streamed.into(),
+        Cell::Empty,
+        Cell::Empty,
+        resident.into(),
+    ]);
+    Ok(())
+}
+
+struct DecodeCell {
+    share: f64,
+    batch: usize,
+    depth: usize,
+    resident: f64,
+}
+
+/// What one mode did in its turns.
+#[derive(Default)]
+struct Turns {
+    seconds: Vec<f64>,
+    sums: Counters,
+}
+
+fn decode(subject: &mut Subject, args: &BenchArgs, cell: &DecodeCell, table: &mut Table) -> Result<()> {
+    let mut sequences = sequences(subject, cell.batch, cell.depth)?;
+    let n_steps = args.decode as usize;
+    let mut turns: Vec<Option<Turns>> = MODES.iter().map(|_| Some(Turns::default())).collect();
+    for _ in 0..ROUNDS {
+        for ((_, mode), turns) in MODES.iter().zip(&mut turns) {
+            // A mode that this device or this cache cannot honour has no row.
+            let Some(measured) = turns else { continue };
+            if subject.engine.set_experts_mode(*mode).is_err() {
+                *turns = None;
+                continue;
+            }
+            (0..WARM_UP).try_for_each(|_| subject.decode(&mut sequences))?;
+            let before = elastic(subject).counters().decode;
+            measured.seconds.push(decode_seconds(subject, &mut sequences, n_steps)?);
+            let sums = elastic(subject).counters().decode.since(&before);
+            measured.sums = measured.sums.plus(&sums);
+        }
+    }
+    sequences.iter_mut().for_each(|sequence| subject.engine.release(sequence));
+    let (rates, record) = (*elastic(subject).rates().0, elastic(subject).record_bytes() as f64);
+    for ((name, _), turns) in MODES.iter().zip(turns) {
+        let Some(Turns { seconds, sums }) = turns else { continue };
+        let per_step = |n: u64| n as f64 / (ROUNDS * n_steps) as f64;
+        let missed = per_step(sums.misses());
+        let seconds = median(seconds);
+        let bound = missed * record / (rates.link_shared + rates.host_shared) + cell.resident;
+        let model = cell.resident + sums.exposed_seconds / (ROUNDS * n_steps) as f64;
+        table.push([
+            "decode".into(),
+            cell.share.into(),
+            cell.depth.into(),
+            cell.batch.into(),
+            (*name).into(),
+            seconds.into(),
+            (cell.batch as f64 / seconds).into(),
+            bound.into(),
+            (bound / seconds).into(),
+            model.into(),
+            (missed / (missed + per_step(sums.hits)).max(1.0)).into(),
+            (missed * record).into(),
+            per_step(sums.fetched).into(),
+            per_step(sums.in_place).into(),
+            per_step(sums.host).into(),
+            cell.resident.into(),
+        ]);
+    }
+    Ok(())
+}
+
+fn median(mut seconds: Vec<f64>) -> f64 {
+    seconds.sort_unstable_by(f64::total_cmp);
+    seconds[seconds.len() / 2]
+}

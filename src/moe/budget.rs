@@ -1,0 +1,274 @@
+//! How device memory is divided at load: what the model needs in any case, then slots for experts. Pure.
+
+use std::{fmt, str::FromStr};
+
+/// Part of the memory that is left to the driver, to programs and to their scratch.
+const MARGIN_SHARE: u64 = 32;
+/// The least of it.
+const MARGIN_BYTES: u64 = 256 << 20;
+/// Records that are on their way in a prefill, at most, and as a part of all slots.
+const RING_SLOTS: usize = 64;
+const RING_SHARE: usize = 8;
+/// Fewer would leave nothing to stream while something is computed.
+const LEAST_RING: usize = 2;
+
+/// `--expert-cache`: how much of the device holds experts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum CacheSize {
+    /// Bytes of records.
+    Bytes(u64),
+    /// Per cent of all experts.
+    Percent(f64),
+    /// Experts.
+    Slots(usize),
+}
+
+impl FromStr for CacheSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is no size of an expert cache: write 2GiB, 25% or 96slots");
+        if let Some(percent) = text.strip_suffix('%') {
+            let percent: f64 = percent.trim().parse().map_err(|_| wrong())?;
+            return if (0.0..=100.0).contains(&percent) {
+                Ok(CacheSize::Percent(percent))
+            } else {
+                Err(wrong())
+            };
+        }
+        if let Some(slots) = text.strip_suffix("slots").or_else(|| text.strip_suffix("slot")) {
+            return slots.trim().parse().map(CacheSize::Slots).map_err(|_| wrong());
+        }
+        Ok(CacheSize::Bytes(text.parse::<ByteCount>().map_err(|_| wrong())?.0))
+    }
+}
+
+/// A number of bytes as people write it: `6442450944`, `6GiB`, `7.5 GB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByteCount(pub u64);
+
+impl FromStr for ByteCount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is no number of bytes: write 6GiB, 500MB or a plain number");
+        let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(digits);
+        let unit: f64 = match unit.trim().to_ascii_lowercase().as_str() {
+            "" | "b" => 1.0,
+            "kb" => 1e3,
+            "mb" => 1e6,
+            "gb" => 1e9,
+            "tb" => 1e12,
+            "k" | "kib" => 1024.0,
+            "m" | "mib" => f64::from(1 << 20),
+            "g" | "gib" => f64::from(1 << 30),
+            "t" | "tib" => 1024.0 * f64::from(1 << 30),
+            _ => return Err(wrong()),
+        };
+        let bytes = number.parse::<f64>().map_err(|_| wrong())? * unit;
+        if bytes < 1e18 { Ok(ByteCount(bytes as u64)) } else { Err(wrong()) }
+    }
+}
+
+impl fmt::Display for ByteCount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            bytes if bytes >= 1 << 30 => write!(f, "{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+            bytes => write!(f, "{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
+        }
+    }
+}
+
+/// What a model takes on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Demand {
+    /// Weights that are not routed experts.
+    pub dense_bytes: u64,
+    /// Caches and activations with all experts on the device.
+    pub step_bytes: u64,
+    /// The same where experts are streamed.
+    pub streamed_step_bytes: u64,
+    /// One expert, padding included.
+    pub record_bytes: u64,
+    /// Experts of all layers.
+    pub n_experts: usize,
+}
+
+/// What there is, and what was asked for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Supply {
+    /// Free bytes of the device, where it tells.
+    pub free: Option<u64>,
+    /// `--vram`: bytes that all of it may take.
+    pub vram: Option<u64>,
+    /// `--expert-cache`.
+    pub cache: Option<CacheSize>,
+}
+
+/// Where experts go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertPlan {
+    /// All of them onto the device.
+    Resident,
+    /// Into host banks, behind a cache.
+    Cached {
+        /// Slots that hold experts from step to step.
+        n_slots: usize,
+        /// Slots beside them that prefill streams through.
+        n_ring: usize,
+    },
+}
+
+/// Why a plan does not fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum BudgetError {
+    /// `--vram` is more than there is.
+    #[error(
+        "--vram {asked} is more than the {free} that are free on the device: the largest that fits is {free}"
+    )]
+    MoreThanFree {
+        /// Asked for.
+        asked: ByteCount,
+        /// Free.
+        free: ByteCount,
+    },
+    /// Not even the weights that every token needs fit.
+    #[error(
+        "the model needs {needed} on the device before any expert is there (weights {dense}, caches and activations {step}), and \
+         {budget} are to be had: try a smaller --context, or --backend cpu"
+    )]
+    TooSmall {
+        /// Needed.
+        needed: ByteCount,
+        /// Of that, weights.
+        dense: ByteCount,
+        /// Of that, caches and activations.
+        step: ByteCount,
+        /// To be had.
+        budget: ByteCount,
+    },
+    /// The cache that was asked for does not fit beside the rest.
+    #[error("an expert cache of {asked} slots does not fit: the largest is --expert-cache {fits}slots")]
+    CacheTooLarge {
+        /// Slots asked for.
+        asked: usize,
+        /// Slots that fit.
+        fits: usize,
+    },
+}
+
+/// Divides the memory.
+///
+/// # Errors
+/// [`BudgetError`]: one sentence with what would fit.
+pub fn plan(demand: &Demand, supply: &Supply) -> Result<ExpertPlan, BudgetError> {
+    if let (Some(vram), Some(free)) = (supply.vram, supply.free)
+        && vram > free
+    {
+        return Err(BudgetError::MoreThanFree { asked: ByteCount(vram), free: ByteCount(free) });
+    }
+    let budget = supply.vram.or(supply.free);
+    let left = |step: u64| -> Result<Option<u64>, BudgetError> {
+        let Some(budget) = budget else { return Ok(None) };
+        let margin = (budget / MARGIN_SHARE).max(MARGIN_BYTES.min(budget / 8));
+        let needed = demand.dense_bytes + step + margin;
+        let too_small = || BudgetError::TooSmall {
+            needed: ByteCount(needed),
+            dense: ByteCount(demand.dense_bytes),
+            step: ByteCount(step),
+            budget: ByteCount(budget),
+        };
+        budget.checked_sub(needed).map(Some).ok_or_else(too_small)
+    };
+    let slots_in = |bytes: u64| usize::try_from(bytes / demand.record_bytes.max(1)).unwrap_or(usize::MAX);
+    let n_all = demand.n_experts;
+    if supply.cache.is_none()
+        && left(demand.step_bytes).is_ok_and(|left| left.is_none_or(|left| slots_in(left) >= n_all))
+    {
+        return Ok(ExpertPlan::Resident);
+    }
+    let asked = supply.cache.map(|cache| match cache {
+        CacheSize::Bytes(bytes) => slots_in(bytes).min(n_all),
+        CacheSize::Percent(percent) => ((n_all as f64 * percent / 100.0).round() as usize).min(n_all),
+        CacheSize::Slots(slots) => slots.min(n_all),
+    });
+    let ring = |n_slots: usize| RING_SLOTS.min(n_slots / RING_SHARE).max(LEAST_RING);
+    let Some(left) = left(demand.streamed_step_bytes)? else {
+        let n_slots = asked.unwrap_or(n_all);
+        return Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots) });
+    };
+    let fits = slots_in(left);
+    let fits = fits.saturating_sub(ring(fits));
+    match asked {
+        Some(asked) if asked > fits => Err(BudgetError::CacheTooLarge { asked, fits }),
+        _ => {
+            let n_slots = asked.unwrap_or(fits.min(n_all));
+            Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots) })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+    const DEMAND: Demand = Demand {
+        dense_bytes: 2 * GIB,
+        step_bytes: GIB / 2,
+        streamed_step_bytes: GIB,
+        record_bytes: 8 << 20,
+        n_experts: 3072,
+    };
+
+    fn planned(free: Option<u64>, vram: Option<u64>, cache: Option<&str>) -> Result<ExpertPlan, BudgetError> {
+        plan(&DEMAND, &Supply { free, vram, cache: cache.map(|text| text.parse().unwrap()) })
+    }
+
+    #[test]
+    fn what_fits_is_resident_and_what_does_not_is_cached() {
+        assert_eq!(planned(Some(40 * GIB), None, None), Ok(ExpertPlan::Resident));
+        assert_eq!(planned(None, None, None), Ok(ExpertPlan::Resident));
+        // 8 GiB: 3 and a margin of 1/4 are taken; 4.75 GiB hold 608 records, 64 of them the ring.
+        assert_eq!(planned(Some(8 * GIB), None, None), Ok(ExpertPlan::Cached { n_slots: 544, n_ring: 64 }));
+        assert_eq!(planned(Some(40 * GIB), Some(8 * GIB), None), planned(Some(8 * GIB), None, None));
+    }
+
+    #[test]
+    fn a_cache_is_as_large_as_was_asked_for() {
+        let cached = |n_slots, n_ring| Ok(ExpertPlan::Cached { n_slots, n_ring });
+        assert_eq!(planned(Some(40 * GIB), None, Some("25%")), cached(768, 64));
+        assert_eq!(planned(Some(40 * GIB), None, Some("2GiB")), cached(256, 32));
+        assert_eq!(planned(Some(8 * GIB), None, Some("2slots")), cached(2, 2));
+        assert_eq!(planned(None, None, Some("0%")), cached(0, 2));
+        assert_eq!(
+            planned(Some(8 * GIB), None, Some("50%")),
+            Err(BudgetError::CacheTooLarge { asked: 1536, fits: 544 })
+        );
+    }
+
+    #[test]
+    fn what_cannot_fit_is_refused_with_what_would() {
+        let text = planned(Some(8 * GIB), Some(9 * GIB), None).unwrap_err().to_string();
+        assert!(text.contains("--vram 9.0 GiB") && text.contains("8.0 GiB"), "{text}");
+        let text = planned(Some(2 * GIB), None, None).unwrap_err().to_string();
+        assert!(text.contains("2.0 GiB") && text.contains("--context"), "{text}");
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        let bytes = |text: &str| text.parse::<ByteCount>().map(|count| count.0);
+        assert_eq!(bytes("6GiB"), Ok(6 * GIB));
+        assert_eq!(bytes("7.5 GB"), Ok(7_500_000_000));
+        assert_eq!(bytes("4096"), Ok(4096));
+        for wrong in ["", "GiB", "-1", "1e3", "6 apples", "99999999999 GiB"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!("96slots".parse(), Ok(CacheSize::Slots(96)));
+        assert_eq!("12.5%".parse(), Ok(CacheSize::Percent(12.5)));
+        for wrong in ["101%", "-5%", "slots", "%", "x"] {
+            assert!(wrong.parse::<CacheSize>().is_err(), "{wrong}");
+        }
+    }
+}

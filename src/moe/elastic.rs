@@ -1,0 +1,485 @@
+//! Experts behind a cache: the server of a step's route points, and everything between two steps that moves records.
+//!
+//! Device and host are two backends; which ones, this does not know.
+
+use std::{path::PathBuf, sync::Arc, time::Instant};
+
+use freetoken_backend::{
+    Backend, Buffer, Error, Event, ExpertPool, Experts, Lane, Result, RouteAsk, RouteReply, RouteServer, View,
+};
+
+use super::{
+    Choices, Counters, ExpertBanks, ExpertCost, ExpertStream, HostExperts, LayerStep, Mode, Observed,
+    PlanError, Planned, Planner, PlannerOptions, Policy, Rates, StepKind, Streamed, probe,
+};
+
+/// Largest chunk of a pool: what is freed and given to another pool at a time.
+const CHUNK_BYTES: usize = 256 << 20;
+/// The same where a device takes few buffers at a time.
+const FEW_BUFFERS: u32 = 64;
+/// Misses of a layer that a step in place brings into slots.
+const FETCHED_BEHIND: usize = 1;
+
+/// How experts that have no place on the device are treated.
+#[derive(Clone)]
+pub struct ElasticOptions {
+    /// Where misses are computed.
+    pub mode: Mode,
+    /// Which expert leaves the cache.
+    pub policy: Policy,
+    /// Whether the device may read what has no slot in host memory, where it can.
+    pub in_place: bool,
+    /// A backend that computes on the host.
+    pub host: Option<Arc<dyn Backend>>,
+    /// Placement by counts, not by clocks.
+    pub deterministic: bool,
+    /// Known rates; measured otherwise.
+    pub rates: Option<Rates>,
+    /// Folder in which measured rates are kept.
+    pub probes: Option<PathBuf>,
+}
+
+impl Default for ElasticOptions {
+    fn default() -> Self {
+        ElasticOptions {
+            mode: Mode::Auto,
+            policy: Policy::Lru,
+            in_place: true,
+            host: None,
+            deterministic: false,
+            rates: None,
+            probes: None,
+        }
+    }
+}
+
+/// Sums of everything that was done for misses.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct ElasticCounters {
+    /// Route points of decode steps.
+    pub decode: Counters,
+    /// Layers of prefill steps.
+    pub prefill: Streamed,
+    /// Seconds in which the host computed experts.
+    pub host_seconds: f64,
+    /// Seconds that the device measured of its link, and the bytes in them.
+    pub link_seconds: f64,
+    /// Bytes of `link_seconds`.
+    pub link_bytes: u64,
+}
+
+/// A record on its way into a slot that the device's table does not name yet.
+#[derive(Default)]
+struct Behind {
+    /// Rows of the table to write once everything has landed.
+    layers: Vec<u32>,
+    landed: Option<Event>,
+}
+
+/// The experts of a model, more than the device holds.
+pub struct Elastic {
+    backend: Arc<dyn Backend>,
+    banks: ExpertBanks,
+    pool: Arc<ExpertPool>,
+    /// Slots that hold experts from step to step; those of the ring lie behind them.
+    n_slots: usize,
+    n_ring: usize,
+    n_routes: usize,
+    planner: Planner,
+    host: Option<HostExperts>,
+    stream: ExpertStream,
+    rates: Rates,
+    behind: Behind,
+    reply: RouteReply,
+    /// What the last reply should take.
+    planned: Planned,
+    counters: ElasticCounters,
+}
+
+impl Elastic {
+    /// Makes the pool: `n_slots` and a ring of `n_ring`, for steps of at most `max_rows` rows of which `decode_rows` are the
+    /// sizes with route points; fills it with the first experts of each layer, and measures the rates unless they are known.
+    ///
+    /// # Errors
+    /// A mode that cannot be honoured, or the device's refusal.
+    pub fn new(
+        backend: Arc<dyn Backend>,
+        banks: ExpertBanks,
+        top_k: usize,
+        [n_slots, n_ring]: [usize; 2],
+        max_rows: usize,
+        decode_rows: &[usize],
+        options: &ElasticOptions,
+    ) -> std::result::Result<Self, ElasticError> {
+        let record = banks.record().expect("a model with experts").clone();
+        let (n_layers, n_experts) = (banks.layers().len(), banks.n_experts());
+        let mut host = match &options.host {
+            Some(host) => Some(HostExperts::new(host.clone(), &banks, top_k, decode_rows)?),
+            None => None,
+        };
+        let n_routes = max_rows * top_k;
+        let pool = Arc::new(make_pool(&*backend, &banks, n_slots + n_ring, &[], None)?);
+        let stream = ExpertStream::new(backend.clone(), &banks, &pool, n_slots, n_ring, n_routes)?;
+        let rates = match options.rates {
+            Some(rates) => rates,
+            None => probe::rates(&backend, &pool, n_slots, &banks, host.as_mut(), options.probes.as_deref())?,
+        };
+        let planner = Planner::new(PlannerOptions {
+            n_layers,
+            n_experts,
+            n_slots,
+            policy: options.policy,
+            expert: ExpertCost {
+                record_bytes: record.weight_bytes() as u64,
+                flops_per_row: 6.0 * record.hidden as f64 * record.intermediate as f64,
+            },
+            rates,
+            mode: options.mode,
+            choices: Choices {
+                fetch: n_slots > 0,
+                read_in_place: options.in_place && backend.caps().reads_host,
+                host: host.is_some(),
+            },
+            deterministic: options.deterministic,
+        })?;
+        let mut elastic = Elastic {
+            backend,
+            banks,
+            pool,
+            n_slots,
+            n_ring,
+            n_routes,
+            planner,
+            host,
+            stream,
+            rates,
+            behind: Behind::default(),
+            reply: RouteReply::with_capacity(n_experts),
+            planned: Planned::default(),
+            counters: ElasticCounters::default(),
+        };
+        elastic.fill()?;
+        elastic.check_copies()?;
+        Ok(elastic)
+    }
+
+    /// Where the experts of each MoE layer are.
+    pub fn experts(&self) -> Vec<Experts> {
+        (0..self.pool.n_layers as u32).map(|layer| Experts::Pool { pool: self.pool.clone(), layer }).collect()
+    }
+
+    /// Where those of a prefill's layer are.
+    pub fn streamed_experts(&self) -> Experts {
+        self.stream.experts()
+    }
+
+    /// Slots that hold experts from step to step.
+    pub fn n_slots(&self) -> usize {
+        self.n_slots
+    }
+
+    /// Slots that prefill streams through.
+    pub fn n_ring(&self) -> usize {
+        self.n_ring
+    }
+
+    /// Whether the host computes experts too.
+    pub fn has_host(&self) -> bool {
+        self.host.is_some()
+    }
+
+    /// Experts of all layers.
+    pub fn n_experts(&self) -> usize {
+        self.pool.n_layers * self.pool.n_experts
+    }
+
+    /// Bytes of an expert.
+    pub fn record_bytes(&self) -> usize {
+        self.pool.record.bytes
+    }
+
+    /// Bytes of device memory for slots.
+    pub fn device_bytes(&self) -> u64 {
+        self.pool.chunks.iter().map(|chunk| chunk.bytes() as u64).sum()
+    }
+
+    /// Bytes of host memory for banks.
+    pub fn bank_bytes(&self) -> u64 {
+        self.banks.bytes()
+    }
+
+    /// Rates as they were measured, and how the running model differs.
+    pub fn rates(&self) -> (&Rates, &Observed) {
+        (&self.rates, self.planner.observed())
+    }
+
+    /// Treats misses otherwise from now on.
+    ///
+    /// # Errors
+    /// A mode that cannot be honoured; it is then as it was.
+    pub fn set_mode(&mut self, mode: Mode) -> std::result::Result<(), ElasticError> {
+        Ok(self.planner.set_mode(mode)?)
+    }
+
+    /// Sums since the start.
+    pub fn counters(&self) -> ElasticCounters {
+        ElasticCounters { decode: *self.planner.counters(), ..self.counters }
+    }
+
+    /// The program of the next decode step, with the slot table as that needs it.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn begin(&mut self) -> Result<StepKind> {
+        let kind = self.planner.next_step();
+        if kind == StepKind::CoExecuted {
+            self.land()?;
+        }
+        Ok(kind)
+    }
+
+    /// Ends a step that read its misses in place: `ids` `[n_layers, n_rows, top_k]` are what its routers chose. Some of
+    /// the misses are brought into slots while the next step runs.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn end_in_place(&mut self, ids: &[i32]) -> Result<()> {
+        self.land()?;
+        let n_layers = self.pool.n_layers;
+        let n_experts = self.pool.n_experts;
+        let mut reply = std::mem::take(&mut self.reply);
+        for (layer, ids) in ids.chunks_exact(ids.len() / n_layers).enumerate() {
+            reply.clear();
+            let layer = layer as u32;
+            self.planner
+                .catch_up(layer, ids, FETCHED_BEHIND, &mut reply)
+                .map_err(|why| failed(layer, &why))?;
+            if reply.fetch.is_empty() {
+                continue;
+            }
+            // Who leaves, leaves before the slot is overwritten; who comes is named once it has landed.
+            for change in reply.table.iter().filter(|change| change.slot < 0) {
+                let entry = change.entry as usize * 4;
+                self.backend
+                    .write(&self.pool.table.slice(entry..entry + 4), bytemuck::bytes_of(&change.slot))?;
+            }
+            let left = self.backend.event(Lane::Compute)?;
+            self.backend.after(Lane::Copy, left)?;
+            for &(expert, slot) in &reply.fetch {
+                self.behind.landed = Some(self.upload(layer, expert, slot)?);
+            }
+            self.behind.layers.push(layer);
+        }
+        self.reply = reply;
+        debug_assert!(self.planner.cache().table().len() == n_layers * n_experts);
+        Ok(())
+    }
+
+    /// Names what landed since the last step in the device's table.
+    fn land(&mut self) -> Result<()> {
+        let Some(landed) = self.behind.landed.take() else { return Ok(()) };
+        self.backend.wait(landed)?;
+        let row = self.pool.n_experts;
+        for layer in self.behind.layers.drain(..).map(|layer| layer as usize) {
+            let entries = layer * row..(layer + 1) * row;
+            let place = self.pool.table.slice(entries.start * 4..entries.end * 4);
+            self.backend.write(&place, bytemuck::cast_slice(&self.planner.cache().table()[entries]))?;
+        }
+        Ok(())
+    }
+
+    /// Computes the experts of one layer of a prefill.
+    ///
+    /// # Errors
+    /// The device's; the step cannot go on.
+    pub fn stream(&mut self, step: LayerStep<'_>) -> Result<()> {
+        self.land()?;
+        let streamed = self.stream.layer(step, self.planner.cache_mut())?;
+        let sums = &mut self.counters.prefill;
+        sums.n_hits += streamed.n_hits;
+        sums.n_fetched += streamed.n_fetched;
+        sums.n_wasted += streamed.n_wasted;
+        Ok(())
+    }
+
+    /// Forgets what is in the slots: after a failed step nobody knows.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn forget(&mut self) -> Result<()> {
+        self.behind = Behind::default();
+        self.stream.reset();
+        self.planner.cache_mut().clear();
+        self.write_table()
+    }
+
+    /// Changes the number of slots between two steps; the hottest experts stay. Programs that were recorded before must be
+    /// recorded again.
+    ///
+    /// # Errors
+    /// The device's refusal; then the slots are as they were.
+    pub fn resize(&mut self, n_slots: usize) -> Result<()> {
+        self.land()?;
+        let resized_pool = make_pool(
+            &*self.backend,
+            &self.banks,
+            n_slots + self.n_ring,
+            &self.pool.chunks,
+            Some(&self.pool.table),
+        )?;
+        let stream = ExpertStream::new(
+            self.backend.clone(),
+            &self.banks,
+            &resized_pool,
+            n_slots,
+            self.n_ring,
+            self.n_routes,
+        )?;
+        self.stream.reset();
+        let resized = self.planner.cache_mut().resize(n_slots);
+        (self.pool, self.stream, self.n_slots) = (Arc::new(resized_pool), stream, n_slots);
+        // A record moves by coming again: that needs no copy from slot to slot of any device.
+        let owners: Vec<(usize, u32)> = {
+            let table = self.planner.cache().table();
+            let moved = |slot: i32| resized.moves.iter().any(|(_, to)| i32::try_from(*to) == Ok(slot));
+            (0..table.len()).filter(|&e| moved(table[e])).map(|e| (e, table[e] as u32)).collect()
+        };
+        for (entry, slot) in owners {
+            let (layer, expert) = (entry / self.pool.n_experts, entry % self.pool.n_experts);
+            let landed = self.upload(layer as u32, expert as u32, slot)?;
+            self.backend.wait(landed)?;
+        }
+        self.write_table()
+    }
+
+    /// Gives every layer as many of its first experts as there is room for, so that the first step does not start from nothing.
+    fn fill(&mut self) -> Result<()> {
+        let mut changes = Vec::new();
+        let (n_layers, n_experts) = (self.pool.n_layers as u32, self.pool.n_experts as u32);
+        let mut last = None;
+        'full: for expert in 0..n_experts {
+            for layer in 0..n_layers {
+                if self.planner.cache().n_free() == 0 {
+                    break 'full;
+                }
+                let slot =
+                    self.planner.cache_mut().admit(layer, expert, &mut changes).expect("a slot is free");
+                last = Some(self.upload(layer, expert, slot)?);
+            }
+        }
+        self.planner.cache_mut().release();
+        if let Some(last) = last {
+            self.backend.wait(last)?;
+        }
+        self.write_table()
+    }
+
+    /// Brings a record over the link and back, and compares: there are drivers whose copies report success and do nothing.
+    fn check_copies(&self) -> std::result::Result<(), ElasticError> {
+        let slot = self.n_slots as u32;
+        let record = self.pool.record.bytes;
+        let mut bytes = vec![0; record];
+        for layer in [0, self.pool.n_layers as u32 - 1] {
+            let expert = self.pool.n_experts as u32 - 1;
+            self.backend.wait(self.upload(layer, expert, slot)?)?;
+            self.backend.read(&self.pool.slot(slot as usize), &mut bytes)?;
+            if bytes != self.pool.banked(layer, expert) {
+                return Err(ElasticError::Copies);
+            }
+        }
+        Ok(())
+    }
+
+    fn upload(&self, layer: u32, expert: u32, slot: u32) -> Result<Event> {
+        let (bank, start) = (&self.banks.layers()[layer as usize], expert as usize * self.pool.record.bytes);
+        self.backend.upload(Lane::Copy, bank, start, &self.pool.slot(slot as usize))
+    }
+
+    fn write_table(&self) -> Result<()> {
+        self.backend.write(&self.pool.table, bytemuck::cast_slice(self.planner.cache().table()))
+    }
+}
+
+impl RouteServer for Elastic {
+    fn answer(&mut self, ask: &RouteAsk<'_>, reply: &mut RouteReply) -> Result<()> {
+        if let Some(link) = ask.link {
+            self.counters.link_seconds += link.seconds;
+            self.counters.link_bytes += link.bytes;
+            // What was read in place is in no sample.
+            if self.planned.n_fetched > 0 && self.planned.n_in_place == 0 {
+                self.planner.observe_link(&self.planned, link.seconds);
+            }
+        }
+        self.planned = self.planner.plan(ask.layer, ask.ids, reply).map_err(|why| failed(ask.layer, &why))?;
+        Ok(())
+    }
+
+    fn compute(&mut self, ask: &RouteAsk<'_>, host: &[u32], parts: &mut [f32]) -> Result<()> {
+        let start = Instant::now();
+        self.host.as_mut().expect("planned only where there is a host").compute(ask, host, parts)?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.counters.host_seconds += seconds;
+        self.planner.observe_host(&self.planned, seconds);
+        Ok(())
+    }
+}
+
+/// Why experts cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ElasticError {
+    /// The mode cannot be honoured.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The device's refusal.
+    #[error(transparent)]
+    Backend(#[from] Error),
+    /// What arrives on the device is not what was sent.
+    #[error(
+        "a record that was copied to the device came back changed: the driver's copies cannot be trusted; update it, or \
+         choose another device with --backend"
+    )]
+    Copies,
+}
+
+fn failed(layer: u32, why: &PlanError) -> Error {
+    Error::StepFailed { layer, why: why.to_string() }
+}
+
+/// A pool of `n_slots` slots over all layers. Chunks of an earlier pool are kept as far as they go, as is its table.
+fn make_pool(
+    backend: &dyn Backend,
+    banks: &ExpertBanks,
+    n_slots: usize,
+    kept: &[Buffer],
+    table: Option<&View>,
+) -> Result<ExpertPool> {
+    let record = banks.record().expect("a model with experts").clone();
+    let (n_layers, n_experts) = (banks.layers().len(), banks.n_experts());
+    let caps = backend.caps();
+    let chunk_bytes = match caps.max_storage_buffers {
+        few if few < FEW_BUFFERS => caps.max_binding_bytes,
+        _ => CHUNK_BYTES.min(caps.max_binding_bytes),
+    };
+    let slots_per_chunk = match kept.first() {
+        Some(chunk) => chunk.bytes() / record.bytes,
+        None => (chunk_bytes / record.bytes).clamp(1, n_slots.max(1)),
+    };
+    let n_chunks = n_slots.max(1).div_ceil(slots_per_chunk);
+    let mut chunks: Vec<Buffer> = kept.iter().take(n_chunks).cloned().collect();
+    while chunks.len() < n_chunks {
+        chunks.push(backend.alloc(slots_per_chunk * record.bytes)?);
+    }
+    let table = match table {
+        Some(table) => table.clone(),
+        None => backend.alloc(n_layers * n_experts * 4)?.whole(),
+    };
+    Ok(ExpertPool {
+        record,
+        n_layers,
+        n_experts,
+        chunks,
+        slots_per_chunk,
+        table,
+        banks: banks.layers().to_vec(),
+    })
+}

@@ -1,0 +1,37 @@
+//! Elastic experts: where the experts of a route point are computed, and what stays on the device.
+//!
+//! The policies are pure: ids, rows, bytes and measured seconds in, plans out; no device, no clock.
+//!
+//! - [`budget`]: how device memory is divided at load
+//! - [`cache`]: which expert is in which slot, and which one leaves for another
+//! - [`cost`]: the seconds that a split of the misses takes, and the best split (q*)
+//! - [`plan`]: the answer to a route point
+//! - [`trace`]: recorded and synthetic routings
+//! - [`simulate`]: a trace replayed on a device in virtual time
+//!
+//! What carries the plans out moves records and calls backends, and knows none of them by name: host banks, the host's half
+//! of the experts, the stream of a prefill, the start-up probe, and [`Elastic`], which holds them together. Nothing here
+//! allocates at a route point.
+
+mod banks;
+pub mod budget;
+pub mod cache;
+pub mod cost;
+mod elastic;
+mod host;
+pub mod plan;
+mod probe;
+pub mod simulate;
+mod stream;
+pub mod trace;
+
+pub use banks::ExpertBanks;
+pub use budget::{BudgetError, ByteCount, CacheSize, ExpertPlan};
+pub use elastic::{Elastic, ElasticCounters, ElasticError, ElasticOptions};
+pub use host::HostExperts;
+pub use stream::{ExpertStream, LayerStep, Streamed};
+
+pub use cache::{ExpertCache, Policy, Resized};
+pub use cost::{ExpertCost, Misses, Observed, Rates, Split, StepSeconds};
+pub use plan::{Choices, Counters, Mode, PlanError, Planned, Planner, PlannerOptions, StepKind};
+pub use trace::{Preference, Routing, Trace, TraceError, TraceWriter};

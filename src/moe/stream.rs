@@ -1,0 +1,298 @@
+//! Prefill through a ring: while one layer computes, the records that it still lacks and those of the next layer cross the
+//! link, each once. Records land in ring slots, or in slots of the cache that nobody has; experts start as they land, a few
+//! at a time, and each routed row is computed once, into its own part.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use freetoken_backend::{
+    Backend, Event, ExpertPool, Experts, HostBuffer, Lane, Program, Result, TableChange, View,
+};
+
+use super::{ExpertBanks, ExpertCache};
+
+/// Pieces of the ring that are computed at a time: while one is, the others are on their way.
+const WAVES: usize = 4;
+/// Where a layer uses at least this share of its experts, the next one is taken to use all of its own.
+const DENSE_SHARE: f64 = 0.75;
+
+/// A record on its way.
+#[derive(Debug, Clone, Copy)]
+struct Arrival {
+    layer: u32,
+    expert: u32,
+    slot: u32,
+    landed: Event,
+}
+
+/// What one layer of a prefill step did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Streamed {
+    /// Distinct experts that were on the device already.
+    pub n_hits: u64,
+    /// Distinct experts that came over the link and were used.
+    pub n_fetched: u64,
+    /// Records that came and were not used.
+    pub n_wasted: u64,
+}
+
+impl Streamed {
+    /// What was added since.
+    pub fn since(&self, before: &Streamed) -> Streamed {
+        Streamed {
+            n_hits: self.n_hits - before.n_hits,
+            n_fetched: self.n_fetched - before.n_fetched,
+            n_wasted: self.n_wasted - before.n_wasted,
+        }
+    }
+}
+
+/// One layer of a step.
+pub struct LayerStep<'a> {
+    /// Row of the pool's table.
+    pub layer: u32,
+    /// The next MoE layer of the step.
+    pub next_layer: Option<u32>,
+    /// i32: what the router chose, once everything queued so far is done.
+    pub ids: &'a View,
+    /// The experts' op over [`ExpertStream::experts`].
+    pub mlp: &'a mut dyn Program,
+}
+
+/// The ring and what is in it.
+pub struct ExpertStream {
+    backend: Arc<dyn Backend>,
+    banks: Vec<Arc<HostBuffer>>,
+    /// The slots of the cache and of the ring behind a table of their own: the experts that are computed next.
+    wave: Arc<ExpertPool>,
+    /// i32 `[n_layers, n_experts]`: the table of the cache.
+    cached: View,
+    /// The first slot of the ring.
+    first_slot: usize,
+    /// Behind the last work that read a slot of the ring.
+    read_by: Vec<Option<Event>>,
+    /// Slots of the ring that a record may be sent to, the next one first.
+    free: VecDeque<u32>,
+    /// In the order in which they land.
+    arrivals: VecDeque<Arrival>,
+    /// Experts of the layer that are still to be sent, the next one last.
+    to_send: Vec<u32>,
+    /// Experts of the next layer that are sent ahead, from this one on.
+    ahead: u32,
+    /// Routes of each expert of the layer.
+    counts: Vec<u32>,
+    /// Experts of the layer that have a slot of the cache.
+    n_own: usize,
+    /// Of the cache's table, by what was sent for the layer.
+    changes: Vec<TableChange>,
+    table: Vec<i32>,
+    ids: Vec<i32>,
+}
+
+impl ExpertStream {
+    /// A ring of `n_ring` slots behind the `first_slot` ones of the cache, for steps of at most `n_routes` routes.
+    ///
+    /// # Errors
+    /// The device's refusal.
+    pub fn new(
+        backend: Arc<dyn Backend>,
+        banks: &ExpertBanks,
+        pool: &ExpertPool,
+        first_slot: usize,
+        n_ring: usize,
+        n_routes: usize,
+    ) -> Result<Self> {
+        assert!(n_ring > 0 && first_slot + n_ring <= pool.n_slots(), "the ring lies behind the cache");
+        let n_experts = pool.n_experts;
+        let wave = ExpertPool {
+            record: pool.record.clone(),
+            n_layers: 1,
+            n_experts,
+            chunks: pool.chunks.clone(),
+            slots_per_chunk: pool.slots_per_chunk,
+            table: backend.alloc(n_experts * 4)?.whole(),
+            banks: Vec::new(),
+        };
+        Ok(ExpertStream {
+            backend,
+            banks: banks.layers().to_vec(),
+            wave: Arc::new(wave),
+            cached: pool.table.clone(),
+            first_slot,
+            read_by: vec![None; n_ring],
+            free: (first_slot as u32..(first_slot + n_ring) as u32).collect(),
+            arrivals: VecDeque::with_capacity(n_ring),
+            to_send: Vec::with_capacity(n_experts),
+            ahead: 0,
+            counts: vec![0; n_experts],
+            n_own: 0,
+            changes: Vec::with_capacity(n_experts),
+            table: vec![-1; n_experts],
+            ids: vec![0; n_routes],
+        })
+    }
+
+    /// Where the experts of a wave are, whatever their layer.
+    pub fn experts(&self) -> Experts {
+        Experts::Pool { pool: self.wave.clone(), layer: 0 }
+    }
+
+    /// Forgets what was on its way, after a step that failed.
+    pub fn reset(&mut self) {
+        while let Some(arrival) = self.arrivals.pop_front() {
+            self.give_back(arrival.slot);
+        }
+    }
+
+    /// Computes the experts of a layer. Asserts that the cache holds nothing.
+    ///
+    /// # Errors
+    /// The device's; the step cannot go on.
+    pub fn layer(&mut self, step: LayerStep<'_>, cache: &mut ExpertCache) -> Result<Streamed> {
+        let LayerStep { layer, next_layer, ids, mlp } = step;
+        let n_routes = ids.bytes() / 4;
+        self.backend.read(ids, bytemuck::cast_slice_mut(&mut self.ids[..n_routes]))?;
+        self.counts.fill(0);
+        for id in self.ids[..n_routes].iter().filter_map(|&id| usize::try_from(id).ok()) {
+            self.counts[id] += 1;
+        }
+        let mut streamed = Streamed { n_wasted: self.drop_unused(layer), ..Streamed::default() };
+        let n_used = self.counts.iter().filter(|count| **count > 0).count();
+        let is_dense = n_used as f64 >= DENSE_SHARE * self.counts.len() as f64;
+        self.ahead = 0;
+        let has_slot = |&expert: &u32| cache.slot_of(layer, expert).is_some();
+        self.n_own = (0..self.counts.len() as u32).filter(has_slot).count();
+        self.table.fill(-1);
+        for expert in 0..self.counts.len() as u32 {
+            if self.counts[expert as usize] > 0
+                && let Some(slot) = cache.touch(layer, expert)
+            {
+                self.table[expert as usize] = slot as i32;
+                streamed.n_hits += 1;
+            }
+        }
+        self.list_misses(layer, cache);
+        if streamed.n_hits > 0 {
+            self.compute(mlp)?;
+        }
+        loop {
+            self.send(layer, next_layer.filter(|_| is_dense), cache)?;
+            let wave = self.read_by.len().div_ceil(WAVES);
+            let n = self.arrivals.iter().take(wave).take_while(|arrival| arrival.layer == layer).count();
+            let Some(last) = n.checked_sub(1) else { break };
+            self.table.fill(-1);
+            for arrival in self.arrivals.iter().take(n) {
+                self.table[arrival.expert as usize] = arrival.slot as i32;
+            }
+            self.backend.after(Lane::Compute, self.arrivals[last].landed)?;
+            self.compute(mlp)?;
+            let read = self.backend.event(Lane::Compute)?;
+            for arrival in self.arrivals.drain(..n) {
+                if let Some(place) = (arrival.slot as usize).checked_sub(self.first_slot) {
+                    self.read_by[place] = Some(read);
+                    self.free.push_back(arrival.slot);
+                }
+            }
+            streamed.n_fetched += n as u64;
+        }
+        cache.release();
+        if !self.changes.is_empty() {
+            self.changes.clear();
+            let row = layer as usize * self.counts.len()..(layer as usize + 1) * self.counts.len();
+            let place = self.cached.slice(row.start * 4..row.end * 4);
+            self.backend.write(&place, bytemuck::cast_slice(&cache.table()[row]))?;
+        }
+        Ok(streamed)
+    }
+
+    /// Computes the experts in `table`.
+    fn compute(&self, mlp: &mut dyn Program) -> Result<()> {
+        self.backend.write(&self.wave.table, bytemuck::cast_slice(&self.table))?;
+        mlp.submit()
+    }
+
+    /// Drops what came for the layer and no row needs. Its slots take the next records: one lane, one order.
+    fn drop_unused(&mut self, layer: u32) -> u64 {
+        let n_before = self.arrivals.len();
+        for _ in 0..n_before {
+            let arrival = self.arrivals.pop_front().expect("as many as there were");
+            let is_cached = (arrival.slot as usize) < self.first_slot;
+            if arrival.layer != layer || is_cached || self.counts[arrival.expert as usize] > 0 {
+                self.arrivals.push_back(arrival);
+            } else {
+                self.give_back(arrival.slot);
+            }
+        }
+        (n_before - self.arrivals.len()) as u64
+    }
+
+    fn give_back(&mut self, slot: u32) {
+        if slot as usize >= self.first_slot {
+            self.free.push_back(slot);
+        }
+    }
+
+    fn is_coming(&self, layer: u32, expert: u32) -> bool {
+        self.arrivals.iter().any(|arrival| (arrival.layer, arrival.expert) == (layer, expert))
+    }
+
+    /// What is still to be sent, those with most rows last, so that they are sent first.
+    fn list_misses(&mut self, layer: u32, cache: &ExpertCache) {
+        let mut to_send = std::mem::take(&mut self.to_send);
+        to_send.clear();
+        let is_missing = |expert: u32| {
+            self.counts[expert as usize] > 0
+                && cache.slot_of(layer, expert).is_none()
+                && !self.is_coming(layer, expert)
+        };
+        to_send.extend((0..self.counts.len() as u32).filter(|&expert| is_missing(expert)));
+        to_send.sort_by_key(|&expert| (self.counts[expert as usize], std::cmp::Reverse(expert)));
+        self.to_send = to_send;
+    }
+
+    /// Sends records while there is room for them: of this layer, then of the next.
+    fn send(&mut self, layer: u32, next_layer: Option<u32>, cache: &mut ExpertCache) -> Result<()> {
+        while self.arrivals.len() < self.read_by.len() {
+            if let Some(&expert) = self.to_send.last() {
+                let Some(slot) = self.slot_for(layer, expert, cache)? else { return Ok(()) };
+                self.to_send.pop();
+                self.upload(layer, expert, slot)?;
+            } else if let Some(next) = next_layer
+                && let Some(expert) =
+                    (self.ahead..self.counts.len() as u32).find(|&e| cache.slot_of(next, e).is_none())
+            {
+                let Some(slot) = self.ring_slot()? else { return Ok(()) };
+                self.ahead = expert + 1;
+                self.upload(next, expert, slot)?;
+            } else {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// A slot that nobody has, as long as the layer has less than its share of the cache; else one of the ring.
+    fn slot_for(&mut self, layer: u32, expert: u32, cache: &mut ExpertCache) -> Result<Option<u32>> {
+        if self.n_own >= cache.n_slots() / self.banks.len() || cache.n_free() == 0 {
+            return self.ring_slot();
+        }
+        self.n_own += 1;
+        Ok(cache.admit(layer, expert, &mut self.changes))
+    }
+
+    /// The next free slot of the ring; what is sent to it from now on waits for the work that still reads it.
+    fn ring_slot(&mut self) -> Result<Option<u32>> {
+        let Some(slot) = self.free.pop_front() else { return Ok(None) };
+        if let Some(read) = self.read_by[slot as usize - self.first_slot].take() {
+            self.backend.after(Lane::Copy, read)?;
+        }
+        Ok(Some(slot))
+    }
+
+    fn upload(&mut self, layer: u32, expert: u32, slot: u32) -> Result<()> {
+        let (bank, record) = (&self.banks[layer as usize], self.wave.record.bytes);
+        let start = expert as usize * record;
+        let landed = self.backend.upload(Lane::Copy, bank, start, &self.wave.slot(slot as usize))?;
+        self.arrivals.push_back(Arrival { layer, expert, slot, landed });
+        Ok(())
+    }
+}
