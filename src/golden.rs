@@ -12,7 +12,7 @@ use crate::{
     engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
     formats::{json, safetensors::Shard},
     model_files::ModelFiles,
-    moe::{CacheSize, ElasticOptions, Mode, Rates},
+    moe::{CacheSize, Elastic, ElasticCounters, ElasticOptions, Mode, Rates},
 };
 
 /// One thing that was compared.
@@ -31,6 +31,8 @@ pub struct Check {
 pub struct GoldenReport {
     /// In the order in which they were made.
     pub checks: Vec<Check>,
+    /// What was done for experts behind a cache.
+    pub experts: Option<ElasticCounters>,
 }
 
 impl GoldenReport {
@@ -127,7 +129,7 @@ pub const PLACEMENTS: &[Placement] = &[
     },
     Placement {
         name: "fetched",
-        slots: Some(40),
+        slots: Some(12),
         mode: Mode::Gpu,
         in_place: false,
         host: false,
@@ -151,7 +153,7 @@ pub const PLACEMENTS: &[Placement] = &[
     },
     Placement {
         name: "resized",
-        slots: Some(48),
+        slots: Some(20),
         mode: Mode::Share(0.7),
         in_place: true,
         host: true,
@@ -223,7 +225,7 @@ pub fn run_placed(
     let prompts = facts["prompts"].as_array().context("expected.json: `prompts` is missing")?;
     for (i, prompt) in prompts.iter().filter_map(Value::as_str).enumerate() {
         if placement.resized {
-            engine.resize_expert_cache([20, 64, 5][i % 3])?;
+            engine.resize_expert_cache([10, 28, 5][i % 3])?;
         }
         let tokens: Vec<u32> = expected.get(&format!("{prompt}.input_ids")).context("no input_ids")?;
         match backend.caps().precision {
@@ -232,6 +234,7 @@ pub fn run_placed(
         }
     }
     text(&files, &mut engine, &facts, &mut report)?;
+    report.experts = engine.elastic().map(Elastic::counters);
     Ok(report)
 }
 

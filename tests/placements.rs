@@ -7,7 +7,10 @@ mod on_every_device;
 
 use std::{path::PathBuf, sync::Arc};
 
-use freetoken::golden::{self, PLACEMENTS};
+use freetoken::{
+    golden::{self, PLACEMENTS},
+    moe::Mode,
+};
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
@@ -30,6 +33,26 @@ fn check(device: &Arc<dyn Backend>) {
         let report = golden::run_placed(&dir, device, &cpu(caps.precision), placement).unwrap();
         println!("{what}: {} checks", report.checks.len());
         assert!(report.passed(), "{what}\n{report}");
+        let Some(sums) = report.experts else {
+            assert_eq!(placement.slots, None, "{what}: a cache that counts nothing");
+            continue;
+        };
+        // The placement is what it says, and not another one with the same outputs.
+        let decode = sums.decode;
+        assert!(decode.points > 0 && decode.misses() > 0 && sums.prefill.n_fetched > 0, "{what}: {sums:?}");
+        let shares = matches!(placement.mode, Mode::Cpu | Mode::Share(_));
+        assert!(
+            if shares { decode.host > 0 } else { placement.host || decode.host == 0 },
+            "{what}: {sums:?}"
+        );
+        assert!(placement.in_place || decode.in_place == 0, "{what}: {sums:?}");
+        assert!(placement.slots != Some(0) || decode.hits + decode.fetched == 0, "{what}: {sums:?}");
+        if !placement.host {
+            assert!(
+                if placement.in_place { decode.in_place > 0 } else { decode.fetched > 0 },
+                "{what}: {sums:?}"
+            );
+        }
     }
 }
 

@@ -261,7 +261,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError`]; nothing was computed.
     pub fn compute(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
-        if self.elastic.is_some() && n > MAX_SEQUENCES {
+        if self.elastic().is_some_and(|elastic| n > MAX_SEQUENCES || !elastic.serves(n)) {
             let bucket = self.layered_input(sequence, n)?;
             let Engine { backend, layered, elastic, .. } = self;
             let (layered, serving) =

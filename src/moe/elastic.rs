@@ -84,7 +84,11 @@ pub struct Elastic {
     /// Slots that hold experts from step to step; those of the ring lie behind them.
     n_slots: usize,
     n_ring: usize,
+    /// Routes of the largest step.
     n_routes: usize,
+    /// Routes of a row.
+    top_k: usize,
+    can_read_in_place: bool,
     planner: Planner,
     host: Option<HostExperts>,
     stream: ExpertStream,
@@ -118,6 +122,7 @@ impl Elastic {
             None => None,
         };
         let n_routes = max_rows * top_k;
+        let can_read_in_place = options.in_place && backend.caps().reads_host;
         let pool = Arc::new(make_pool(&*backend, &banks, n_slots + n_ring, &[], None)?);
         let stream = ExpertStream::new(backend.clone(), &banks, &pool, n_slots, n_ring, n_routes)?;
         let rates = match options.rates {
@@ -135,11 +140,7 @@ impl Elastic {
             },
             rates,
             mode: options.mode,
-            choices: Choices {
-                fetch: n_slots > 0,
-                read_in_place: options.in_place && backend.caps().reads_host,
-                host: host.is_some(),
-            },
+            choices: Choices { fetch: n_slots > 0, read_in_place: can_read_in_place, host: host.is_some() },
             deterministic: options.deterministic,
         })?;
         let mut elastic = Elastic {
@@ -149,6 +150,8 @@ impl Elastic {
             n_slots,
             n_ring,
             n_routes,
+            top_k,
+            can_read_in_place,
             planner,
             host,
             stream,
@@ -181,6 +184,12 @@ impl Elastic {
     /// Slots that prefill streams through.
     pub fn n_ring(&self) -> usize {
         self.n_ring
+    }
+
+    /// Whether every miss of so many rows has somewhere to go, however they are routed.
+    pub fn serves(&self, n_rows: usize) -> bool {
+        let needed = (n_rows * self.top_k).min(self.pool.n_experts);
+        self.can_read_in_place || self.has_host() || needed <= self.n_slots
     }
 
     /// Whether the host computes experts too.

@@ -97,16 +97,18 @@ fn measure(backend: &dyn Backend, shape: Shape) -> Result<Table> {
         }
         let extra = seconds - all_hit;
         let bytes = (missing * layers.pool.record.bytes) as f64;
-        let crosses = matches!(way, Way::Fetched | Way::InPlace);
-        let of_link = |value: f64| if crosses { Cell::from(value) } else { Cell::Empty };
-        let link = server.link.map_or(Cell::Empty, |link| (link.bytes as f64 / link.seconds).into());
+        let moves = matches!(way, Way::Fetched | Way::InPlace);
+        let crosses_link = moves && extra > 0.0 && !backend.caps().host_memory;
+        // The last fetch of one way is told at the first question of the next.
+        let link = server.link.filter(|_| way == Way::Fetched);
+        let link = link.map_or(Cell::Empty, |link| (link.bytes as f64 / link.seconds).into());
         table.push([
             way.to_string().as_str().into(),
             missing.into(),
             seconds.into(),
             if way == Way::Slots { Cell::Empty } else { extra.into() },
-            of_link(bytes),
-            if extra > 0.0 { of_link(bytes / extra) } else { Cell::Empty },
+            if moves { bytes.into() } else { Cell::Empty },
+            if crosses_link { (bytes / extra).into() } else { Cell::Empty },
             link,
         ]);
     }

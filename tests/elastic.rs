@@ -1,0 +1,116 @@
+//! Experts behind a cache, end to end on the CPU backend with its experts in banks: the cache changes its size under a running
+//! text, what cannot be honoured is refused in words, a step that fails leaves the engine usable.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by a panic and may report")]
+
+use std::{path::Path, sync::Arc};
+
+use freetoken::{
+    engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
+    golden,
+    model_files::ModelFiles,
+    moe::{CacheSize, ElasticOptions, Mode},
+};
+use freetoken_backend::{Backend, Precision};
+use freetoken_cpu::{Cpu, CpuOptions};
+
+fn cpu() -> Arc<dyn Backend> {
+    Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap())
+}
+
+fn demo(options: EngineOptions) -> Result<Engine, String> {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
+    let options = EngineOptions { context: 512, max_sequences: 4, ..options };
+    ModelFiles::open(Some(&demo)).unwrap().engine(cpu(), &options, &mut |_| ()).map_err(|e| e.to_string())
+}
+
+fn cached(slots: usize, elastic: ElasticOptions) -> Result<Engine, String> {
+    demo(EngineOptions { expert_cache: Some(CacheSize::Slots(slots)), elastic, ..EngineOptions::default() })
+}
+
+fn with_host() -> ElasticOptions {
+    ElasticOptions { host: Some(cpu()), ..ElasticOptions::default() }
+}
+
+fn prompt() -> Vec<u32> {
+    (0..70).map(|i| (i * 37 + 101) % 8000).collect()
+}
+
+#[test]
+fn a_cache_that_changes_its_size_does_not_change_the_text() {
+    let resident = golden::greedy(&mut demo(EngineOptions::default()).unwrap(), &prompt(), 40).unwrap();
+    let mut engine = cached(60, with_host()).unwrap();
+    let mut sequence = Sequence::new(&prompt(), SamplingParams::GREEDY, 200);
+    let mut told = vec![engine.prefill(&mut sequence, &mut |_| true).unwrap().unwrap()];
+    for i in 1..40 {
+        if i % 5 == 0 {
+            engine.resize_expert_cache([8, 100, 3, 30, 0, 192, 17][i / 5 - 1]).unwrap();
+        }
+        sequence.push(told[i - 1]);
+        let mut drawn = [0];
+        engine.decode(&mut [&mut sequence], &mut drawn).unwrap();
+        told.push(drawn[0]);
+    }
+    assert_eq!(told, resident);
+}
+
+#[test]
+fn the_mode_can_change_between_steps() {
+    let resident = golden::greedy(&mut demo(EngineOptions::default()).unwrap(), &prompt(), 24).unwrap();
+    let mut engine = cached(48, with_host()).unwrap();
+    for mode in [Mode::Auto, Mode::Gpu, Mode::Cpu, Mode::Hybrid, Mode::Share(0.4)] {
+        engine.set_experts_mode(mode).unwrap();
+        assert_eq!(golden::greedy(&mut engine, &prompt(), 24).unwrap(), resident, "{mode:?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_honoured_is_refused_in_words() {
+    // Neither a host nor reading in place: the top-k must fit.
+    let fetched = |slots| {
+        let elastic = ElasticOptions { in_place: false, mode: Mode::Gpu, ..ElasticOptions::default() };
+        cached(slots, elastic)
+    };
+    let error = golden::greedy(&mut fetched(2).unwrap(), &prompt()[..3], 2).unwrap_err();
+    assert!(format!("{error:#}").contains("2 slots"), "{error:#}");
+    let error = cached(0, ElasticOptions { in_place: false, mode: Mode::Gpu, ..ElasticOptions::default() })
+        .err()
+        .expect("nothing can be done with a miss");
+    assert!(error.contains("--experts"), "{error}");
+    let error = cached(4, ElasticOptions { mode: Mode::Hybrid, ..ElasticOptions::default() }).err().unwrap();
+    assert!(error.contains("host"), "{error}");
+    let vram = EngineOptions {
+        vram: Some(1 << 60),
+        expert_cache: Some(CacheSize::Slots(4)),
+        ..EngineOptions::default()
+    };
+    let error = demo(vram).err().unwrap();
+    assert!(error.contains("--vram") && error.contains("largest that fits"), "{error}");
+}
+
+#[test]
+fn a_step_that_fails_leaves_the_engine_usable() {
+    let elastic = ElasticOptions { in_place: false, mode: Mode::Gpu, ..ElasticOptions::default() };
+    let mut engine = cached(8, elastic).unwrap();
+    let alone = golden::greedy(&mut engine, &prompt()[..20], 6).unwrap();
+    // Together they want more experts at once than there are slots.
+    let mut sequences = [0, 30, 50].map(|i| Sequence::new(&prompt()[i..i + 8], SamplingParams::GREEDY, 20));
+    for sequence in &mut sequences {
+        let token = engine.prefill(sequence, &mut |_| true).unwrap().unwrap();
+        sequence.push(token);
+    }
+    let mut step: Vec<&mut Sequence> = sequences.iter_mut().collect();
+    assert!(engine.decode(&mut step, &mut [0; 3]).is_err());
+    sequences.iter_mut().for_each(|sequence| engine.release(sequence));
+    assert_eq!(golden::greedy(&mut engine, &prompt()[..20], 6).unwrap(), alone);
+}
+
+#[test]
+fn a_second_prompt_finds_experts_of_the_first() {
+    let mut engine = cached(150, with_host()).unwrap();
+    golden::greedy(&mut engine, &prompt(), 8).unwrap();
+    let first = engine.elastic().unwrap().counters();
+    golden::greedy(&mut engine, &prompt(), 8).unwrap();
+    let second = engine.elastic().unwrap().counters().prefill.since(&first.prefill);
+    assert!(second.n_hits > second.n_fetched, "{second:?} behind {first:?}");
+}
