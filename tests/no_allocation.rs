@@ -15,6 +15,7 @@ use std::{
 use freetoken::{
     engine::{EngineOptions, Sequence, sampling::SamplingParams},
     model_files::ModelFiles,
+    moe::{CacheSize, ElasticOptions, Mode},
 };
 use freetoken_backend::Precision;
 use freetoken_cpu::{Cpu, CpuOptions};
@@ -46,6 +47,21 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// Engines of every kind of step: all experts in place, and behind a cache with a host that computes, or read in place.
+fn options(kind: &str, precision: Precision) -> EngineOptions {
+    let options = EngineOptions { context: 512, max_sequences: 2, ..EngineOptions::default() };
+    let elastic = match kind {
+        "resident" => return options,
+        "co-executed" => ElasticOptions {
+            mode: Mode::Share(0.5),
+            host: Some(Arc::new(Cpu::new(CpuOptions { threads: Some(1), precision }).unwrap())),
+            ..ElasticOptions::default()
+        },
+        _ => ElasticOptions { mode: Mode::Gpu, ..ElasticOptions::default() },
+    };
+    EngineOptions { expert_cache: Some(CacheSize::Slots(60)), elastic, ..options }
+}
+
 #[test]
 fn a_decode_step_allocates_nothing() {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
@@ -58,10 +74,15 @@ fn a_decode_step_allocates_nothing() {
         seed: 7,
         ..SamplingParams::GREEDY
     };
-    for precision in [Precision::F32, Precision::Auto] {
+    let kinds = [
+        (Precision::F32, "resident"),
+        (Precision::Auto, "resident"),
+        (Precision::Auto, "co-executed"),
+        (Precision::Auto, "in place"),
+    ];
+    for (precision, kind) in kinds {
         let cpu = Cpu::new(CpuOptions { threads: Some(2), precision }).unwrap();
-        let options = EngineOptions { context: 512, max_sequences: 2, ..EngineOptions::default() };
-        let mut engine = files.engine(Arc::new(cpu), &options, &mut |_| ()).unwrap();
+        let mut engine = files.engine(Arc::new(cpu), &options(kind, precision), &mut |_| ()).unwrap();
         let prompt: Vec<u32> = (100..140).collect();
         let mut first = Sequence::new(&prompt, sampled, 512);
         let mut second = Sequence::new(&prompt[..7], SamplingParams::GREEDY, 512);
@@ -83,6 +104,6 @@ fn a_decode_step_allocates_nothing() {
         };
         // A worker thread that starts late allocates once; a step that allocates does so every time.
         let fewest = (0..3).map(|_| hundred_steps()).min();
-        assert_eq!(fewest, Some(0), "allocations in 100 decode steps, precision {precision}");
+        assert_eq!(fewest, Some(0), "allocations in 100 decode steps, {kind}, precision {precision}");
     }
 }
