@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{
     chat::template::Prompt,
-    engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
+    engine::{Division, Engine, EngineOptions, Sequence, sampling::SamplingParams},
     formats::{json, safetensors::Shard},
     model_files::ModelFiles,
     moe::{CacheSize, Elastic, ElasticCounters, ElasticOptions, Mode, Rates},
@@ -225,7 +225,8 @@ pub fn run_placed(
     let prompts = facts["prompts"].as_array().context("expected.json: `prompts` is missing")?;
     for (i, prompt) in prompts.iter().filter_map(Value::as_str).enumerate() {
         if placement.resized {
-            engine.resize_expert_cache([10, 28, 5][i % 3])?;
+            let slots = Some([10, 28, 5][i % 3]);
+            engine.divide(Division { expert_slots: slots, ..Division::default() }, &mut [])?;
         }
         let tokens: Vec<u32> = expected.get(&format!("{prompt}.input_ids")).context("no input_ids")?;
         match backend.caps().precision {

@@ -6,7 +6,7 @@
 use std::{path::Path, sync::Arc};
 
 use freetoken::{
-    engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
+    engine::{Division, Engine, EngineOptions, Sequence, sampling::SamplingParams},
     golden,
     model_files::ModelFiles,
     moe::{CacheSize, ElasticOptions, Mode},
@@ -44,7 +44,9 @@ fn a_cache_that_changes_its_size_does_not_change_the_text() {
     let mut told = vec![engine.prefill(&mut sequence, &mut |_| true).unwrap().unwrap()];
     for i in 1..40 {
         if i % 5 == 0 {
-            engine.resize_expert_cache([8, 100, 3, 30, 0, 192, 17][i / 5 - 1]).unwrap();
+            let expert_slots = Some([8, 100, 3, 30, 0, 192, 17][i / 5 - 1]);
+            let kv_tokens = Some([200, 2000, 160, 300, 111, 1000, 400][i / 5 - 1]);
+            engine.divide(Division { expert_slots, kv_tokens }, &mut [&mut sequence]).unwrap();
         }
         sequence.push(told[i - 1]);
         let mut drawn = [0];
@@ -52,6 +54,19 @@ fn a_cache_that_changes_its_size_does_not_change_the_text() {
         told.push(drawn[0]);
     }
     assert_eq!(told, resident);
+}
+
+#[test]
+fn a_division_that_does_not_fit_changes_nothing() {
+    let mut engine = cached(30, with_host()).unwrap();
+    let mut sequence = Sequence::new(&prompt(), SamplingParams::GREEDY, 200);
+    engine.prefill(&mut sequence, &mut |_| true).unwrap();
+    let asked = |kv_tokens| Division { kv_tokens: Some(kv_tokens), ..Division::default() };
+    let error = engine.divide(asked(64), &mut [&mut sequence]).unwrap_err().to_string();
+    assert!(error.contains("64 tokens") && error.contains("80 tokens"), "{error}");
+    let error = engine.divide(asked(1 << 40), &mut [&mut sequence]).unwrap_err().to_string();
+    assert!(error.contains("slots"), "{error}");
+    engine.divide(asked(80), &mut [&mut sequence]).unwrap();
 }
 
 #[test]

@@ -10,7 +10,7 @@ use super::{
     model::DeviceArgs,
     terminal::{note, print_line},
 };
-use crate::{devices, golden};
+use crate::{devices, golden, model_files::ModelFiles};
 
 /// Check that a device computes what it should.
 ///
@@ -35,6 +35,7 @@ pub(super) fn run(args: SelftestArgs) -> Result<()> {
     let device = args.device.open()?;
     let caps = device.caps();
     note(&format!("{} ({}, {}), precision {}", caps.backend, caps.device, caps.detail, caps.precision));
+    let host = devices::host(caps.precision, args.device.n_threads())?;
     let report = conformance::run_suite(&*device, &*devices::reference(), &args.only);
     let (mut ran, mut failed) = (0, 0);
     if !report.rows.is_empty() {
@@ -44,9 +45,14 @@ pub(super) fn run(args: SelftestArgs) -> Result<()> {
     }
     for dir in args.golden.iter().map(golden_dirs).collect::<Result<Vec<_>>>()?.concat() {
         let name = dir.file_name().unwrap_or_default().to_string_lossy();
-        if name.contains(&args.only) {
-            let report = golden::run(&dir, &device)?;
-            print_line(&format!("\n{name}\n{report}"))?;
+        if !name.contains(&args.only) {
+            continue;
+        }
+        let is_sparse = ModelFiles::open(Some(&dir))?.config().text("model_type")?.contains("moe");
+        let placements = if is_sparse { golden::PLACEMENTS } else { &golden::PLACEMENTS[..1] };
+        for placement in placements.iter().filter(|placement| placement.suits(caps)) {
+            let report = golden::run_placed(&dir, &device, &host, placement)?;
+            print_line(&format!("\n{name}, experts {}\n{report}", placement.name))?;
             ran += 1;
             failed += usize::from(!report.passed());
         }

@@ -1,6 +1,7 @@
 //! What can be wrong with a step, in words its owner can act on.
 
 use super::sampling::SamplingError;
+use crate::moe::ByteCount;
 
 /// Why a step, or making an engine, failed.
 #[derive(Debug, thiserror::Error)]
@@ -26,6 +27,28 @@ pub enum EngineError {
         /// Memory that is free.
         free_mib: u64,
         /// A context that fits.
+        fits: usize,
+    },
+    /// A new division of the memory does not fit.
+    #[error(
+        "that takes {more} more device memory and {spare} are to be had: the largest expert cache beside it has {fits} slots"
+    )]
+    Division {
+        /// Bytes beyond what is taken now.
+        more: ByteCount,
+        /// Bytes to be had.
+        spare: ByteCount,
+        /// Slots that would fit.
+        fits: usize,
+    },
+    /// A key-value cache that is smaller than what is in it.
+    #[error(
+        "a key-value cache of {tokens} tokens does not hold the running sequences: they take {fits} tokens"
+    )]
+    KvInUse {
+        /// Asked for.
+        tokens: usize,
+        /// The least that holds them.
         fits: usize,
     },
     /// A sequence outgrew the context.

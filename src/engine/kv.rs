@@ -11,7 +11,12 @@ pub struct BlockPool {
 impl BlockPool {
     /// A pool of `n_pages` pages, page 0 among them.
     pub fn new(n_pages: usize) -> Self {
-        BlockPool { free: (1..n_pages as u32).rev().collect() }
+        BlockPool::with_used(n_pages, 0)
+    }
+
+    /// The same with the first `n_used` pages behind page 0 handed out.
+    pub(super) fn with_used(n_pages: usize, n_used: usize) -> Self {
+        BlockPool { free: (1 + n_used as u32..n_pages as u32).rev().collect() }
     }
 
     /// Pages that can be handed out.

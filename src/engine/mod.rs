@@ -2,6 +2,7 @@
 //! into one small write, and keeps the paged KV cache. It knows no tensor of a checkpoint and no request of a client.
 
 mod batch;
+mod division;
 mod draw;
 mod error;
 mod input;
@@ -14,6 +15,7 @@ mod sequence;
 mod step;
 
 pub use batch::Batch;
+pub use division::Division;
 pub use error::EngineError;
 pub use kv::BlockPool;
 pub use sequence::Sequence;

@@ -77,17 +77,19 @@ const DECODE_ROWS: [usize; 5] = [1, 2, 4, 8, MAX_SEQUENCES];
 
 /// A model on a device, with room for sequences.
 pub struct Engine {
-    backend: Arc<dyn Backend>,
+    pub(super) backend: Arc<dyn Backend>,
     model: Box<dyn Model>,
     /// The buffers of the largest bucket.
-    batch: Batch,
-    pool: BlockPool,
-    limits: Limits,
-    programs: Programs,
+    pub(super) batch: Batch,
+    pub(super) pool: BlockPool,
+    pub(super) limits: Limits,
+    pub(super) programs: Programs,
     /// Prefill steps by bucket, where experts are streamed.
-    layered: HashMap<usize, Layered>,
+    pub(super) layered: HashMap<usize, Layered>,
     /// Experts behind a cache; `None` where all of them are on the device.
-    elastic: Option<Box<Elastic>>,
+    pub(super) elastic: Option<Box<Elastic>>,
+    /// Bytes of `--vram` that nothing takes; `None` without that limit.
+    pub(super) spare: Option<u64>,
     input: StepInput,
     drawer: Drawer,
     /// Where the last computed token's row is in the residual stream.
@@ -122,9 +124,13 @@ impl Engine {
             return Err(EngineError::TooLarge { context, needed_mib, free_mib, fits });
         }
         let limits = limits(context);
+        let spare = match plan {
+            ExpertPlan::Cached { spare, .. } if options.vram.is_some() => spare,
+            _ => None,
+        };
         let (elastic, experts) = match (experts, plan) {
             (LoadedExperts::Placed(experts), _) => (None, experts),
-            (LoadedExperts::Banked(banks), ExpertPlan::Cached { n_slots, n_ring }) => {
+            (LoadedExperts::Banked(banks), ExpertPlan::Cached { n_slots, n_ring, .. }) => {
                 let top_k = sizes.moe.map_or(0, |moe| moe.top_k);
                 let slots = [n_slots, n_ring];
                 let options = &options.elastic;
@@ -142,6 +148,7 @@ impl Engine {
             programs: Programs::default(),
             layered: HashMap::new(),
             elastic,
+            spare,
             input: StepInput::new(&batch),
             drawer: Drawer::new(model.sizes().vocab, programs::top_k(&*model)),
             last_row: 0,
@@ -166,21 +173,6 @@ impl Engine {
     pub fn set_experts_mode(&mut self, mode: Mode) -> Result<(), EngineError> {
         let elastic = self.elastic.as_deref_mut().expect("a model whose experts are behind a cache");
         Ok(elastic.set_mode(mode)?)
-    }
-
-    /// Changes the number of slots of the expert cache between two steps, while sequences live on. Programs are recorded again
-    /// when they are next needed.
-    ///
-    /// # Errors
-    /// The device's refusal; then the slots are as they were. Asserts that there is a cache.
-    pub fn resize_expert_cache(&mut self, n_slots: usize) -> Result<(), EngineError> {
-        let elastic = self.elastic.as_deref_mut().expect("a model whose experts are behind a cache");
-        self.programs = Programs::default();
-        self.layered.clear();
-        self.batch.experts.clear();
-        let resized = elastic.resize(n_slots);
-        self.batch.experts = elastic.experts();
-        Ok(resized?)
     }
 
     /// The model.

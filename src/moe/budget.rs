@@ -117,6 +117,8 @@ pub enum ExpertPlan {
         n_slots: usize,
         /// Slots beside them that prefill streams through.
         n_ring: usize,
+        /// Bytes that nothing takes, where the budget is known.
+        spare: Option<u64>,
     },
 }
 
@@ -196,7 +198,7 @@ pub fn plan(demand: &Demand, supply: &Supply) -> Result<ExpertPlan, BudgetError>
     let ring = |n_slots: usize| RING_SLOTS.min(n_slots / RING_SHARE).max(LEAST_RING);
     let Some(left) = left(demand.streamed_step_bytes)? else {
         let n_slots = asked.unwrap_or(n_all);
-        return Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots) });
+        return Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots), spare: None });
     };
     let fits = slots_in(left);
     let fits = fits.saturating_sub(ring(fits));
@@ -204,7 +206,9 @@ pub fn plan(demand: &Demand, supply: &Supply) -> Result<ExpertPlan, BudgetError>
         Some(asked) if asked > fits => Err(BudgetError::CacheTooLarge { asked, fits }),
         _ => {
             let n_slots = asked.unwrap_or(fits.min(n_all));
-            Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots) })
+            let n_ring = ring(n_slots);
+            let spare = left.checked_sub((n_slots + n_ring) as u64 * demand.record_bytes);
+            Ok(ExpertPlan::Cached { n_slots, n_ring, spare })
         }
     }
 }
@@ -226,22 +230,26 @@ mod tests {
         plan(&DEMAND, &Supply { free, vram, cache: cache.map(|text| text.parse().unwrap()) })
     }
 
+    fn cached(n_slots: usize, n_ring: usize, spare_mib: Option<u64>) -> Result<ExpertPlan, BudgetError> {
+        Ok(ExpertPlan::Cached { n_slots, n_ring, spare: spare_mib.map(|mib| mib << 20) })
+    }
+
     #[test]
     fn what_fits_is_resident_and_what_does_not_is_cached() {
         assert_eq!(planned(Some(40 * GIB), None, None), Ok(ExpertPlan::Resident));
         assert_eq!(planned(None, None, None), Ok(ExpertPlan::Resident));
         // 8 GiB: 3 and a margin of 1/4 are taken; 4.75 GiB hold 608 records, 64 of them the ring.
-        assert_eq!(planned(Some(8 * GIB), None, None), Ok(ExpertPlan::Cached { n_slots: 544, n_ring: 64 }));
+        assert_eq!(planned(Some(8 * GIB), None, None), cached(544, 64, Some(0)));
         assert_eq!(planned(Some(40 * GIB), Some(8 * GIB), None), planned(Some(8 * GIB), None, None));
     }
 
     #[test]
     fn a_cache_is_as_large_as_was_asked_for() {
-        let cached = |n_slots, n_ring| Ok(ExpertPlan::Cached { n_slots, n_ring });
-        assert_eq!(planned(Some(40 * GIB), None, Some("25%")), cached(768, 64));
-        assert_eq!(planned(Some(40 * GIB), None, Some("2GiB")), cached(256, 32));
-        assert_eq!(planned(Some(8 * GIB), None, Some("2slots")), cached(2, 2));
-        assert_eq!(planned(None, None, Some("0%")), cached(0, 2));
+        // 40 GiB: 3 and a margin of 1.25 are taken, the rest is 36,608 MiB.
+        assert_eq!(planned(Some(40 * GIB), None, Some("25%")), cached(768, 64, Some(36_608 - 832 * 8)));
+        assert_eq!(planned(Some(40 * GIB), None, Some("2GiB")), cached(256, 32, Some(36_608 - 288 * 8)));
+        assert_eq!(planned(Some(8 * GIB), None, Some("2slots")), cached(2, 2, Some(4864 - 32)));
+        assert_eq!(planned(None, None, Some("0%")), cached(0, 2, None));
         assert_eq!(
             planned(Some(8 * GIB), None, Some("50%")),
             Err(BudgetError::CacheTooLarge { asked: 1536, fits: 544 })

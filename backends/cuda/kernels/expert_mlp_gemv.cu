@@ -4,8 +4,8 @@
 // x f32 [n_rows, hidden]; ids i32 and weights f32 [n_rows, top_k]; inner f32 [n_rows * top_k, intermediate], scratch; parts
 // f32 [n_rows, top_k, hidden]; table i32 [n_experts], the slot of each expert. Blocks in y stand for routes: a warp whose
 // route is not the first of its expert has nothing to do, the first one multiplies all rows of that expert, so that a weight
-// is read once. Routes with id -1 and experts without a slot write nothing.
-// Bytes: each distinct expert once. Bound by memory bandwidth.
+// is read once. Routes with id -1 and experts that are nowhere write nothing.
+// Bytes: each distinct expert once. Bound by memory bandwidth, or by the link where an expert is read in place.
 #include "dot.cuh"
 #include "expert_mlp_place.cuh"
 
@@ -43,9 +43,8 @@ __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const fl
   __shared__ u32 lists[WARPS][MAX_ROWS];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, route = blockIdx.y;
   const u32 first = (blockIdx.x * WARPS + warp) * 2;
-  const int id = ids[route];
-  if (id < 0 || first >= p.intermediate) return;
-  const int slot = table[id];
+  if (first >= p.intermediate) return;
+  const int id = ids[route], slot = slot_of(p, place, table, id);
   if (slot < 0) return;
   const u32 n_live = routes_of<N>(p, ids, id, route, lists[warp]);
   if (n_live == 0) return;
@@ -80,9 +79,8 @@ __device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float
   __shared__ u32 lists[WARPS][MAX_ROWS];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, route = blockIdx.y;
   const u32 first = (blockIdx.x * WARPS + warp) * 4;
-  const int id = ids[route];
-  if (id < 0 || first >= p.hidden) return;
-  const int slot = table[id];
+  if (first >= p.hidden) return;
+  const int id = ids[route], slot = slot_of(p, place, table, id);
   if (slot < 0) return;
   const u32 n_live = routes_of<N>(p, ids, id, route, lists[warp]);
   if (n_live == 0) return;
@@ -135,9 +133,10 @@ EXPERT_GEMV(f16, F16, 1, 2, 3)
 extern "C" __global__ void __launch_bounds__(128)
     expert_gate_up_any(EXPERT_ARGUMENTS, float* inner, const float* x, u32 format) {
   const u32 route = blockIdx.y, c = blockIdx.x * WARPS + threadIdx.x / 32;
-  const int id = ids[route];
-  if (id < 0 || c >= p.intermediate || table[id] < 0) return;
-  const u8* record = record_of(place, chunks, table[id]);
+  if (c >= p.intermediate) return;
+  const int slot = slot_of(p, place, table, ids[route]);
+  if (slot < 0) return;
+  const u8* record = record_of(place, chunks, slot);
   const float* from = x + (i64)(route / p.top_k) * p.hidden;
   const float gate = dot_unaligned(record, format, (i64)c * p.hidden, from, p.hidden);
   const float up = dot_unaligned(record + place.up_bytes, format, (i64)c * p.hidden, from, p.hidden);
@@ -147,9 +146,10 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void __launch_bounds__(128)
     expert_down_any(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights, u32 format) {
   const u32 route = blockIdx.y, c = blockIdx.x * WARPS + threadIdx.x / 32;
-  const int id = ids[route];
-  if (id < 0 || c >= p.hidden || table[id] < 0) return;
-  const u8* record = record_of(place, chunks, table[id]) + place.down_bytes;
+  if (c >= p.hidden) return;
+  const int slot = slot_of(p, place, table, ids[route]);
+  if (slot < 0) return;
+  const u8* record = record_of(place, chunks, slot) + place.down_bytes;
   const float* from = inner + (i64)route * p.intermediate;
   const float v = dot_unaligned(record, format, (i64)c * p.intermediate, from, p.intermediate);
   if (threadIdx.x % 32 == 0) parts[(i64)route * p.hidden + c] = weights[route] * v;

@@ -19,6 +19,39 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
   return v;
 }
 
+// A word that the host writes while kernels run.
+__device__ __forceinline__ u32 load_shared_with_host(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+// The same of eight bytes.
+__device__ __forceinline__ u64 load_shared_with_host(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+
+// The same; loads behind it see what the host wrote before it released the value.
+__device__ __forceinline__ u64 load_acquire_from_host(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// The host that acquires the value sees what this thread wrote before it, and what others did in front of a barrier.
+__device__ __forceinline__ void store_release_to_host(u64* p, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// A clock of the whole device.
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
 __device__ __forceinline__ float f16_to_f32(u16 v) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));

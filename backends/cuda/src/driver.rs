@@ -10,7 +10,8 @@ use std::{
     ffi::{CString, c_void},
     hint, io,
     ops::Range,
-    sync::{Arc, OnceLock},
+    ptr,
+    sync::{Arc, OnceLock, atomic::AtomicU64},
     thread,
     time::{Duration, Instant},
 };
@@ -127,6 +128,8 @@ impl Span {
 /// Host memory that the device reads and writes, registered and never write-combined: the CPU reads it at full speed.
 pub(crate) struct Pinned {
     memory: AnonymousMemory,
+    /// Where the host has it, exposed.
+    start: usize,
     span: Span,
 }
 
@@ -144,6 +147,16 @@ impl Pinned {
     /// As the host writes it. Nothing that is queued may read what the caller writes.
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.memory.as_mut()[..self.span.bytes]
+    }
+
+    /// A word that host and device write while work is under way. Asserts that it lies inside.
+    pub(crate) fn word(&self, index: usize) -> &AtomicU64 {
+        let bytes = size_of::<u64>();
+        assert!((index + 1) * bytes <= self.span.bytes, "word {index} of {} bytes", self.span.bytes);
+        let word = ptr::with_exposed_provenance_mut(self.start + index * bytes);
+        // SAFETY: aligned, since memory starts at a page, and inside of it. Memory with such words holds nothing else, so the
+        // host reads and writes it by atomics alone; the device does so by loads and stores of the same size.
+        unsafe { AtomicU64::from_ptr(word) }
     }
 }
 
@@ -367,7 +380,7 @@ impl Driver {
             self.check("releasing pinned memory", unsafe { sys::cuMemHostUnregister(start) }.result())?;
         }
         self.check("mapping pinned memory for the device", answer)?;
-        Ok(Pinned { memory, span: Span::new(address, bytes) })
+        Ok(Pinned { memory, start: start.expose_provenance(), span: Span::new(address, bytes) })
     }
 
     /// Takes pinned memory back that nothing queued uses. Where the driver refuses, the pages are leaked, not unmapped.

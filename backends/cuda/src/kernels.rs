@@ -9,12 +9,13 @@ mod top_logits;
 
 use freetoken_backend::{Format, Op, Precision, Weight};
 
+pub(crate) use expert_mlp::record_place;
 pub(crate) use small::read;
 
 use crate::launch::{Arg, CardFacts, Launch, Unsupported};
 
 /// Largest number of rows that the kernels of decode take.
-const MAX_DECODE_ROWS: u32 = 16;
+pub(crate) const MAX_DECODE_ROWS: u32 = 16;
 /// Most blocks of a grid in y and in z.
 const MAX_GRID_Y: u32 = 65_535;
 /// Places in scratch start at a multiple of this many bytes.

@@ -38,8 +38,9 @@ pub(crate) enum Arg {
     View(View),
     /// A null pointer.
     Null,
-    /// Device address of an array of u64: the device addresses of the pool's chunks.
-    ChunkTable(Arc<ExpertPool>),
+    /// Device address of an array of u64: the device addresses of the pool's chunks, then those of the layer's bank, cut at
+    /// as many records as a chunk has.
+    ChunkTable(Arc<ExpertPool>, u32),
     /// Device address of the scratch memory plus this many bytes. Scratch belongs to one op at a time; its start is
     /// aligned to 256 bytes and holds anything when an op begins.
     Scratch(usize),

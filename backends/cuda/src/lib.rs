@@ -1,7 +1,7 @@
 //! The CUDA backend: NVIDIA cards from compute capability 8.0 on, through the driver alone.
 //!
-//! Ops become launches of kernels that were compiled long before (`bundle`); a program is captured into CUDA graphs once and
-//! replayed by one call. The library of the driver is loaded at run time: without one, [`cards`] says so and nothing panics.
+//! Ops become launches of kernels that were compiled long before (`bundle`); a program is captured into a CUDA graph once and
+//! replayed by one call, its route points included. The library of the driver is loaded at run time: without one, [`cards`] says so and nothing panics.
 
 mod args;
 mod bundle;
@@ -74,6 +74,8 @@ struct Inner {
     caps: Caps,
     facts: CardFacts,
     submission: Submission,
+    /// Whether the device may wait for the host in the middle of a graph.
+    rings: bool,
     device: Arc<Device>,
     /// Held by whoever queues something.
     state: Mutex<State>,
@@ -112,8 +114,13 @@ impl Cuda {
             scratch: device.alloc(0)?,
         };
         let caps = caps(card, &facts, &device, options)?;
+        // WDDM may hold work back until the host calls again, which a host that spins on a bell does not.
+        let is_wddm =
+            cfg!(windows) && device.driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_TCC_DRIVER)? == 0;
+        let submission = options.submission;
+        let rings = submission == Submission::Graph && caps.reads_host && !is_wddm;
         let state = Mutex::new(state);
-        Ok(Cuda(Arc::new(Inner { caps, facts, submission: options.submission, device, state })))
+        Ok(Cuda(Arc::new(Inner { caps, facts, submission, rings, device, state })))
     }
 
     pub(crate) fn device(&self) -> &Arc<Device> {
@@ -130,6 +137,10 @@ impl Cuda {
 
     pub(crate) fn submission(&self) -> Submission {
         self.0.submission
+    }
+
+    pub(crate) fn rings(&self) -> bool {
+        self.0.rings
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {

@@ -5,7 +5,7 @@
 
 use std::{
     ptr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     time::Duration,
 };
 
@@ -59,7 +59,7 @@ impl Device {
             }
             answer => answer?,
         };
-        let memory = CudaMemory::Owned { span, device: self.clone() };
+        let memory = CudaMemory { span, device: self.clone() };
         self.driver.zero(&self.clear, span)?;
         self.wait(WAIT_LIMIT, &self.clear)?;
         Ok(memory)
@@ -129,30 +129,17 @@ impl Drop for Device {
     }
 }
 
-/// What a buffer of this backend is.
-pub(crate) enum CudaMemory {
-    /// Memory of the device.
-    Owned {
-        /// Where it lies.
-        span: Span,
-        /// Where it is buried.
-        device: Arc<Device>,
-    },
-    /// Part of a host bank, which kernels read over the link.
-    Mapped {
-        /// Where it lies for the device.
-        span: Span,
-        /// Keeps the bank.
-        _bank: Arc<HostBuffer>,
-    },
+/// What a buffer of this backend is: memory of the device.
+pub(crate) struct CudaMemory {
+    span: Span,
+    /// Where it is buried.
+    device: Arc<Device>,
 }
 
 impl CudaMemory {
-    /// Where it lies for the device.
+    /// Where it lies.
     pub(crate) fn span(&self) -> Span {
-        match self {
-            CudaMemory::Owned { span, .. } | CudaMemory::Mapped { span, .. } => *span,
-        }
+        self.span
     }
 }
 
@@ -164,9 +151,7 @@ impl DeviceMemory for CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        if let CudaMemory::Owned { span, device } = self {
-            device.graves().push(Grave::Device(*span));
-        }
+        self.device.graves().push(Grave::Device(self.span));
     }
 }
 
@@ -185,6 +170,11 @@ impl PinnedMemory {
     /// As the device addresses it.
     pub(crate) fn span(&self) -> Span {
         self.pinned().span()
+    }
+
+    /// A word that host and device write while work is under way. Memory that has such words holds nothing else.
+    pub(crate) fn word(&self, index: usize) -> &AtomicU64 {
+        self.pinned().word(index)
     }
 
     /// Whether it belongs to this device.

@@ -1,7 +1,8 @@
-//! Programs: segments of work with a route point between two of them, over memory that the program keeps.
+//! Programs: segments of work, and the route points that the host serves, over memory that the program keeps.
 //!
-//! A replay queues a segment, waits for the host's copy of what a route point asks, lets it be served, queues the answer,
-//! the fetches and the experts' work, and goes on. It allocates nothing, and each of its waits is bounded.
+//! A replay queues one segment and serves its bells in turn. Where the device cannot wait for the host, a route point lies
+//! between two segments: the replay waits for the host's copy of the question, lets it be served, queues the answer, the fetches
+//! and the experts' work, and goes on. It allocates nothing, and each of its waits is bounded.
 
 use std::{ops::Range, time::Duration};
 
@@ -11,7 +12,10 @@ use freetoken_backend::{Error, HostMemory, Program, Result, RouteReply, RouteSer
 use crate::{
     Cuda,
     memory::{CudaMemory, Device, PinnedMemory, WAIT_LIMIT},
-    route_point::{Desk, Point},
+    route_point::{
+        bell::{self, BellPoint, Bells, Words},
+        staged::{Desk, StagedPoint},
+    },
     segment::Segment,
 };
 
@@ -22,20 +26,32 @@ const ABORT_LIMIT: Duration = Duration::from_secs(1);
 pub(crate) enum Part {
     /// Work that ends in the question of the route point behind it, or in the outputs.
     Segment(Segment),
+    /// A question out of the segment that runs.
+    Rung(Box<BellPoint>),
     /// The host's decision and the experts' work.
-    Route {
+    Staged {
         /// What is asked and answered.
-        point: Box<Point>,
+        point: Box<StagedPoint>,
         /// The answer's way to the device, and the kernels of the experts.
         experts: Segment,
     },
+}
+
+/// How the route points of a program reach the host.
+pub(crate) enum HostReached {
+    /// There are none.
+    Never,
+    /// Inside one graph.
+    ByBells(Bells),
+    /// Between two segments.
+    BetweenSegments(Desk),
 }
 
 /// A recorded program.
 pub(crate) struct CudaProgram {
     cuda: Cuda,
     parts: Vec<Part>,
-    desk: Option<Desk>,
+    reached: HostReached,
     /// Outputs, one behind the other.
     landing: PinnedMemory,
     /// Bytes of each output in `landing`.
@@ -43,7 +59,7 @@ pub(crate) struct CudaProgram {
     reply: RouteReply,
     /// Lies behind the last work queued by a replay.
     done: CudaEvent,
-    /// A replay broke off, and its work may still run.
+    /// A replay broke off: its work may still run, and what it left is not cleared.
     broken_off: bool,
     /// What the recorded work points to.
     _kept: (Vec<Stage>, Vec<View>, CudaMemory),
@@ -54,7 +70,7 @@ impl CudaProgram {
     pub(crate) fn new(
         cuda: Cuda,
         parts: Vec<Part>,
-        desk: Option<Desk>,
+        reached: HostReached,
         landing: PinnedMemory,
         outputs: Vec<Range<usize>>,
         kept: (Vec<Stage>, Vec<View>, CudaMemory),
@@ -68,7 +84,7 @@ impl CudaProgram {
             done: cuda.device().driver.event()?,
             cuda,
             parts,
-            desk,
+            reached,
             landing,
             outputs,
             broken_off: false,
@@ -76,10 +92,13 @@ impl CudaProgram {
         })
     }
 
-    /// Waits until the work of a replay that broke off is done.
+    /// Waits until the work of a replay that broke off is done, and clears what it left.
     fn recover(&mut self, device: &Device) -> Result<()> {
         if self.broken_off {
             device.wait_idle()?;
+            if let HostReached::ByBells(bells) = &self.reached {
+                bells.reset(device)?;
+            }
             self.broken_off = false;
         }
         Ok(())
@@ -96,14 +115,15 @@ fn wait(device: &Device, done: &CudaEvent, layer: u32) -> Result<()> {
     Err(Error::StepFailed { layer, why })
 }
 
-/// Leaves a step: unless it ended well, what it queued is done, or the program knows that it is not.
+/// Leaves a step: unless it ended well, no kernel waits for the host any more, and what it queued had time to end.
 struct Step<'a> {
     device: &'a Device,
+    words: Option<&'a Words>,
     broken_off: &'a mut bool,
 }
 
 impl Step<'_> {
-    fn ended(&mut self) {
+    fn ended(self) {
         *self.broken_off = false;
     }
 }
@@ -111,10 +131,9 @@ impl Step<'_> {
 impl Drop for Step<'_> {
     fn drop(&mut self) {
         if *self.broken_off {
-            // An error here is kept by the driver, and the next replay asks again.
-            let idle =
-                self.device.driver.wait(ABORT_LIMIT, || self.device.driver.is_idle(&self.device.compute));
-            *self.broken_off = !matches!(idle, Ok(true));
+            self.words.inspect(|words| words.abort());
+            // An error here is kept by the driver, and the next replay waits again.
+            let _ = self.device.driver.wait(ABORT_LIMIT, || self.device.driver.is_idle(&self.device.compute));
         }
     }
 }
@@ -126,19 +145,29 @@ impl Program for CudaProgram {
         let device = cuda.device();
         device.driver.alive()?;
         self.recover(device)?;
-        let CudaProgram { parts, desk, reply, done, broken_off, .. } = self;
+        let CudaProgram { parts, reached, reply, done, broken_off, .. } = self;
         *broken_off = true;
-        let mut step = Step { device, broken_off };
+        let (before, words, mut papers, mut desk) = match reached {
+            HostReached::Never => (0, None, None, None),
+            HostReached::ByBells(bells) => (bells.begin(), Some(&bells.words), Some(&mut bells.papers), None),
+            HostReached::BetweenSegments(desk) => (0, None, None, Some(desk)),
+        };
+        let step = Step { device, words, broken_off };
         let mut layer = 0;
         for part in parts.iter() {
             match part {
                 Part::Segment(segment) => segment.queue(device)?,
-                Part::Route { point, experts } => {
+                Part::Rung(point) => {
                     layer = point.layer();
-                    let desk = desk.as_mut().expect("a program with route points has a desk");
+                    let (words, papers) = words.zip(papers.as_deref_mut()).expect("recorded with bells");
+                    point.serve(device, words, papers, before, reply, server)?;
+                }
+                Part::Staged { point, experts } => {
+                    layer = point.layer();
+                    let desk = desk.as_deref_mut().expect("recorded with a desk");
                     wait(device, done, layer)?;
                     reply.clear();
-                    server.answer(&point.ask(&desk.asked), reply)?;
+                    server.answer(&point.ask(desk), reply)?;
                     point.settle(desk, reply).map_err(|why| Error::StepFailed { layer, why })?;
                     point.apply(device, reply)?;
                     experts.queue(device)?;
@@ -147,6 +176,9 @@ impl Program for CudaProgram {
             }
         }
         wait(device, done, layer)?;
+        if words.is_some_and(Words::failed) {
+            return Err(bell::too_late(layer));
+        }
         step.ended();
         Ok(())
     }
@@ -159,7 +191,7 @@ impl Program for CudaProgram {
         self.recover(device)?;
         self.parts.iter().try_for_each(|part| match part {
             Part::Segment(segment) => segment.queue(device),
-            Part::Route { .. } => unreachable!("a program with a route point is replayed"),
+            Part::Rung(_) | Part::Staged { .. } => unreachable!("a program with a route point is replayed"),
         })
     }
 
@@ -171,8 +203,9 @@ impl Program for CudaProgram {
 impl Drop for CudaProgram {
     fn drop(&mut self) {
         for part in self.parts.drain(..) {
-            let (Part::Segment(segment) | Part::Route { experts: segment, .. }) = part;
-            if let Segment::Graph(graph) = segment {
+            if let Part::Segment(Segment::Graph(graph))
+            | Part::Staged { experts: Segment::Graph(graph), .. } = part
+            {
                 self.cuda.device().bury_graph(graph);
             }
         }

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use freetoken_backend::{Error, ExpertPool, Experts, Op, Result, Stage, View};
+use freetoken_backend::{Backend, Error, ExpertPool, Experts, Op, Result, Stage, View};
 
 use crate::{
     Cuda, State,
@@ -15,8 +15,11 @@ use crate::{
     launch::{Arg, Launch, N_COUNTERS},
     memory::{self, CudaMemory, Device},
     modules::Modules,
-    program::{CudaProgram, Part},
-    route_point::{Desk, Point},
+    program::{CudaProgram, HostReached, Part},
+    route_point::{
+        bell::{self, BellPoint, Bells},
+        staged::{Desk, StagedPoint},
+    },
     segment::{Segment, Work},
     staging::Staging,
 };
@@ -36,30 +39,57 @@ pub(crate) fn plan(cuda: &Cuda, op: &Op) -> Result<Plan> {
     if matches!(op, Op::ExpertMlp(mlp) if matches!(mlp.experts, Experts::InPlace(_))) {
         return Err(unsupported("experts lie in a pool here".into()));
     }
-    if matches!(op, Op::ExpertMlp(mlp) if mlp.p.in_place > 0) {
-        return Err(unsupported("experts in place need a route point".into()));
+    if matches!(op, Op::ExpertMlp(mlp) if mlp.p.in_place > 0) && !cuda.caps().reads_host {
+        return Err(unsupported("the device does not read host memory".into()));
     }
     let planned = kernels::launches(op, cuda.precision(), cuda.facts());
     let (launches, scratch_bytes) = planned.map_err(|why| unsupported(why.0))?;
     Ok(Plan { launches, scratch_bytes })
 }
 
-/// The chunk addresses of each pool that a kernel was given, on the device, for as long as the pool lives.
+impl From<Launch> for Plan {
+    fn from(launch: Launch) -> Self {
+        Plan { launches: vec![launch], scratch_bytes: 0 }
+    }
+}
+
+/// Where the records of a pool and of one of its banks lie, on the device.
+struct ChunkTable {
+    pool: Weak<ExpertPool>,
+    layer: u32,
+    addresses: CudaMemory,
+}
+
+/// The chunk tables that kernels were given, each for as long as its pool lives.
 #[derive(Default)]
-pub(crate) struct ChunkTables(Vec<(Weak<ExpertPool>, CudaMemory)>);
+pub(crate) struct ChunkTables(Vec<ChunkTable>);
 
 impl ChunkTables {
-    fn of(&mut self, device: &Arc<Device>, staging: &mut Staging, pool: &Arc<ExpertPool>) -> Result<Span> {
-        if let Some((_, table)) = self.0.iter().find(|(known, _)| known.as_ptr() == Arc::as_ptr(pool)) {
-            return Ok(table.span());
+    fn of(
+        &mut self,
+        device: &Arc<Device>,
+        staging: &mut Staging,
+        pool: &Arc<ExpertPool>,
+        layer: u32,
+    ) -> Result<Span> {
+        let is_known = |table: &&ChunkTable| table.pool.as_ptr() == Arc::as_ptr(pool) && table.layer == layer;
+        if let Some(table) = self.0.iter().find(is_known) {
+            return Ok(table.addresses.span());
         }
-        self.0.retain(|(known, _)| known.strong_count() > 0);
-        let addresses: Vec<u64> =
+        self.0.retain(|table| table.pool.strong_count() > 0);
+        let mut addresses: Vec<u64> =
             pool.chunks.iter().map(|chunk| memory::span(&chunk.whole()).address()).collect();
+        if let Some(bank) = pool.banks.get(layer as usize) {
+            let bank = memory::host_span(device, bank);
+            let chunk_bytes = pool.slots_per_chunk.max(1) * pool.record.bytes;
+            assert!(bank.bytes() >= pool.n_experts * pool.record.bytes, "a bank holds its whole layer");
+            addresses
+                .extend((0..bank.bytes()).step_by(chunk_bytes).map(|start| bank.address() + start as u64));
+        }
         let table = device.alloc(addresses.len() * size_of::<u64>())?;
         staging.write(device, table.span(), bytemuck::cast_slice(&addresses))?;
         let span = table.span();
-        self.0.push((Arc::downgrade(pool), table));
+        self.0.push(ChunkTable { pool: Arc::downgrade(pool), layer, addresses: table });
         Ok(span)
     }
 }
@@ -98,7 +128,9 @@ impl<'a> Resolver<'a> {
     fn address(&mut self, arg: &Arg) -> Result<u64> {
         Ok(match arg {
             Arg::View(view) => memory::span(view).address(),
-            Arg::ChunkTable(pool) => self.chunk_tables.of(self.device, self.staging, pool)?.address(),
+            Arg::ChunkTable(pool, layer) => {
+                self.chunk_tables.of(self.device, self.staging, pool, *layer)?.address()
+            }
             Arg::Scratch(start) => self.scratch.slice(*start..self.scratch.bytes()).address(),
             Arg::Counters => self.counters.address(),
             Arg::Null => 0,
@@ -144,7 +176,7 @@ pub(crate) fn run(cuda: &Cuda, state: &mut State, ops: &[Op]) -> Result<()> {
 /// A stage with its kernels, before it is known where they find their scratch.
 enum Planned {
     Ops(Vec<Plan>),
-    Route { point: Box<Point>, question: [(Span, Span); 4], experts: Plan },
+    Staged { point: Box<StagedPoint>, experts: Plan },
 }
 
 /// Makes a program.
@@ -161,8 +193,15 @@ pub(crate) fn record(
     });
     for point in points.clone() {
         assert!(matches!(point.experts, Experts::Pool { .. }), "a route point has a pool");
+        Op::from(point.clone()).check();
     }
-    let desk = Desk::new(device, points)?;
+    let mut reached = match points.clone().next() {
+        None => HostReached::Never,
+        Some(_) if cuda.rings() && points.clone().all(bell::fits) => {
+            HostReached::ByBells(Bells::new(device, points)?)
+        }
+        Some(_) => HostReached::BetweenSegments(Desk::new(device, points)?),
+    };
     let mut scratch_bytes = 0;
     let mut plan_one = |op: &Op| -> Result<Plan> {
         op.check();
@@ -171,53 +210,59 @@ pub(crate) fn record(
         Ok(plan)
     };
     let mut planned = Vec::new();
+    let mut rung = Vec::new();
     for stage in stages {
-        planned.push(match stage {
-            Stage::Ops(ops) => Planned::Ops(ops.iter().map(&mut plan_one).collect::<Result<_>>()?),
-            Stage::Route(route) => {
-                let desk = desk.as_ref().expect("made for the route points");
-                Op::from(route.mlp.clone()).check();
-                let point = Box::new(Point::new(device, &route.mlp, desk));
-                let question = point.question(&route.mlp, desk);
+        planned.push(match (stage, &mut reached) {
+            (Stage::Ops(ops), _) => Planned::Ops(ops.iter().map(&mut plan_one).collect::<Result<_>>()?),
+            (Stage::Route(_), HostReached::Never) => unreachable!("a program with a route point has a host"),
+            (Stage::Route(route), HostReached::ByBells(bells)) => {
+                let point = Box::new(BellPoint::new(device, &route.mlp, bells));
+                let hits = plan_one(&point.hits().clone().into())?;
+                let arrivals = plan_one(&point.arrivals().clone().into())?;
+                let plans =
+                    vec![point.ring().into(), hits, point.take().into(), arrivals, point.rows().into()];
+                rung.push(Part::Rung(point));
+                Planned::Ops(plans)
+            }
+            (Stage::Route(route), HostReached::BetweenSegments(desk)) => {
+                let point = Box::new(StagedPoint::new(device, &route.mlp, desk));
                 let experts = plan_one(&point.mlp.clone().into())?;
-                Planned::Route { point, question, experts }
+                Planned::Staged { point, experts }
             }
         });
     }
     let scratch = device.alloc(scratch_bytes)?;
     let (landing, places) = landing(device, outputs)?;
     let mut resolver = Resolver::new(device, state, scratch.span());
+    let segment = |work: &mut Vec<Work>| Segment::new(device, cuda.submission(), std::mem::take(work));
     let mut parts = Vec::new();
     let mut work = Vec::new();
     for stage in planned {
-        match stage {
-            Planned::Ops(plans) => {
+        match (stage, &reached) {
+            (Planned::Ops(plans), _) => {
                 for plan in plans {
                     work.extend(resolver.work(plan)?);
                 }
             }
-            Planned::Route { point, question, experts } => {
-                work.extend(question.map(|(dst, src)| Work::Copy { dst, src }));
-                parts.push(Part::Segment(Segment::new(
-                    device,
-                    cuda.submission(),
-                    std::mem::take(&mut work),
-                )?));
-                let (dst, src) = point.answer(desk.as_ref().expect("made for the route points"));
-                let experts =
-                    std::iter::once(Work::Copy { dst, src }).chain(resolver.work(experts)?).collect();
-                let experts = Segment::new(device, cuda.submission(), experts)?;
-                parts.push(Part::Route { point, experts });
+            (Planned::Staged { point, experts }, HostReached::BetweenSegments(desk)) => {
+                work.extend(point.question(desk).map(|(dst, src)| Work::Copy { dst, src }));
+                parts.push(Part::Segment(segment(&mut work)?));
+                let (dst, src) = point.answer(desk);
+                work.push(Work::Copy { dst, src });
+                work.extend(resolver.work(experts)?);
+                parts.push(Part::Staged { point, experts: segment(&mut work)? });
             }
+            (Planned::Staged { .. }, _) => unreachable!("planned for a host between segments"),
         }
     }
     work.extend(outputs.iter().zip(&places).map(|(view, place)| Work::Copy {
         dst: landing.span().slice(place.clone()),
         src: memory::span(view).slice(0..place.len()),
     }));
-    parts.push(Part::Segment(Segment::new(device, cuda.submission(), work)?));
+    parts.push(Part::Segment(segment(&mut work)?));
+    parts.extend(rung);
     let kept = (stages.to_vec(), outputs.to_vec(), scratch);
-    CudaProgram::new(cuda.clone(), parts, desk, landing, places, kept)
+    CudaProgram::new(cuda.clone(), parts, reached, landing, places, kept)
 }
 
 /// Pinned memory for the outputs, and the bytes of each in it.

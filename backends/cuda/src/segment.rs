@@ -43,7 +43,7 @@ impl Work {
 /// How a program's work reaches the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Submission {
-    /// A graph for each run of work between two route points: one launch of the driver.
+    /// A graph for the whole program, in which the device rings for the host: one launch of the driver.
     #[default]
     Graph,
     /// Kernel by kernel: for the sanitizer and the profiler.

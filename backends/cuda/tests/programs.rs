@@ -116,15 +116,29 @@ fn two_programs_and_eager_runs_share_a_card() {
     }
 }
 
-/// A program of one route point over a pool of two slots, and the rows that it writes.
-fn one_route_point(cuda: &Cuda) -> (Box<dyn freetoken_backend::Program>, Arc<ExpertPool>) {
+/// Bytes of an expert.
+fn record_bytes() -> usize {
+    record(Format::F32, WIDTH, WIDTH).bytes
+}
+
+/// Whether the device rings for the host inside of a graph.
+fn rings(cuda: &Cuda) -> bool {
+    cuda.caps().detail.contains("graphs")
+}
+
+/// Takes every expert's slot.
+fn evict(cuda: &Cuda, pool: &ExpertPool) {
+    cuda.write(&pool.table, bytemuck::cast_slice(&[-1_i32; EXPERTS])).unwrap();
+}
+
+/// A program of one route point with equal rows, over a pool of two slots; its output are the rows of the routes.
+fn one_route_point(cuda: &Cuda, n_rows: usize) -> (Box<dyn freetoken_backend::Program>, Arc<ExpertPool>) {
     let record = record(Format::F32, WIDTH, WIDTH);
     let mut bank = cuda.alloc_host(EXPERTS * record.bytes).unwrap();
     for (i, value) in bank.as_mut_slice().chunks_exact_mut(4).enumerate() {
         value.copy_from_slice(&((i % 7) as f32 * 0.01).to_ne_bytes());
     }
     let table = cuda.alloc(EXPERTS * 4).unwrap().whole();
-    cuda.write(&table, bytemuck::cast_slice(&[-1_i32; EXPERTS])).unwrap();
     let pool = Arc::new(ExpertPool {
         chunks: vec![cuda.alloc(2 * record.bytes).unwrap()],
         slots_per_chunk: 2,
@@ -134,19 +148,20 @@ fn one_route_point(cuda: &Cuda) -> (Box<dyn freetoken_backend::Program>, Arc<Exp
         banks: vec![Arc::new(bank)],
         record,
     });
+    evict(cuda, &pool);
     let filled = |values: &[u32]| {
         let view = cuda.alloc(values.len() * 4).unwrap().whole();
         cuda.write(&view, bytemuck::cast_slice(values)).unwrap();
         view
     };
     let mlp = ExpertMlp {
-        parts: cuda.alloc(2 * WIDTH * 4).unwrap().whole(),
-        x: filled(&[1.0_f32.to_bits(); WIDTH]),
-        ids: filled(&[1, 4]),
-        weights: filled(&[0.5_f32.to_bits(); 2]),
+        parts: cuda.alloc(n_rows * 2 * WIDTH * 4).unwrap().whole(),
+        x: filled(&vec![1.0_f32.to_bits(); n_rows * WIDTH]),
+        ids: filled(&[1, 4].repeat(n_rows)),
+        weights: filled(&vec![0.5_f32.to_bits(); n_rows * 2]),
         experts: Experts::Pool { pool: pool.clone(), layer: 0 },
         p: ExpertMlpParams {
-            n_rows: 1,
+            n_rows: n_rows as u32,
             top_k: 2,
             hidden: WIDTH as u32,
             intermediate: WIDTH as u32,
@@ -182,10 +197,14 @@ fn fetched(_: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Resul
     Ok(())
 }
 
+fn nothing(_: &RouteAsk<'_>, _: &mut RouteReply) -> freetoken_backend::Result<()> {
+    Ok(())
+}
+
 #[test]
 fn a_step_that_breaks_off_ends_soon_and_leaves_the_program_usable() {
     for cuda in backends() {
-        let (mut program, _pool) = one_route_point(&cuda);
+        let (mut program, _pool) = one_route_point(&cuda, 1);
         program.replay(&mut Decide(in_place)).unwrap();
         let expected = program.output(0).to_vec();
         assert!(floats(&expected).iter().all(|value| value.is_finite() && *value != 0.0));
@@ -195,7 +214,7 @@ fn a_step_that_breaks_off_ends_soon_and_leaves_the_program_usable() {
             Err(Error::StepFailed { layer: ask.layer, why: "no".into() })
         }));
         assert!(matches!(refused, Err(Error::StepFailed { layer: 0, .. })), "{refused:?}");
-        let forgotten = program.replay(&mut Decide(|_: &RouteAsk<'_>, _: &mut RouteReply| Ok(())));
+        let forgotten = program.replay(&mut Decide(nothing));
         assert!(
             matches!(&forgotten, Err(Error::StepFailed { why, .. }) if why.contains("expert 1")),
             "{forgotten:?}"
@@ -211,21 +230,99 @@ fn a_step_that_breaks_off_ends_soon_and_leaves_the_program_usable() {
         assert_eq!(program.output(0), expected);
         program.replay(&mut Decide(fetched)).unwrap();
         assert_eq!(program.output(0), expected, "a record gives the same rows from wherever it is read");
+        program.replay(&mut Decide(nothing)).unwrap();
+        assert_eq!(program.output(0), expected, "both experts have a slot now");
+    }
+}
+
+#[test]
+fn a_host_that_is_late_fails_the_step_and_not_the_next() {
+    for cuda in backends().into_iter().filter(rings) {
+        let (mut program, _pool) = one_route_point(&cuda, 1);
+        program.replay(&mut Decide(in_place)).unwrap();
+        let expected = program.output(0).to_vec();
+        let late = program.replay(&mut Decide(|ask: &RouteAsk<'_>, reply: &mut RouteReply| {
+            std::thread::sleep(Duration::from_millis(1200));
+            in_place(ask, reply)
+        }));
+        assert!(
+            matches!(&late, Err(Error::StepFailed { layer: 0, why }) if why.contains("a second")),
+            "{late:?}"
+        );
+        program.replay(&mut Decide(in_place)).unwrap();
+        assert_eq!(program.output(0), expected);
+    }
+}
+
+#[test]
+fn where_all_experts_have_a_slot_nothing_is_left_to_decide() {
+    for cuda in backends().into_iter().filter(rings) {
+        let (mut program, _pool) = one_route_point(&cuda, 1);
+        program.replay(&mut Decide(fetched)).unwrap();
+        let expected = program.output(0).to_vec();
+        let unread = program.replay(&mut Decide(fetched));
+        assert!(
+            matches!(&unread, Err(Error::StepFailed { why, .. }) if why.contains("not empty")),
+            "{unread:?}"
+        );
+        program.replay(&mut Decide(nothing)).unwrap();
+        assert_eq!(program.output(0), expected);
+    }
+}
+
+#[test]
+fn the_next_question_tells_how_long_a_fetch_took() {
+    for cuda in backends().into_iter().filter(rings) {
+        let (mut program, _pool) = one_route_point(&cuda, 1);
+        program.replay(&mut Decide(fetched)).unwrap();
+        for expected_bytes in [Some(2 * record_bytes() as u64), None] {
+            let mut link = None;
+            program
+                .replay(&mut Decide(|ask: &RouteAsk<'_>, _: &mut RouteReply| {
+                    link = ask.link;
+                    Ok(())
+                }))
+                .unwrap();
+            assert_eq!(link.map(|link| link.bytes), expected_bytes);
+            assert!(link.is_none_or(|link| link.seconds > 0.0 && link.seconds < 1.0), "{link:?}");
+        }
+    }
+}
+
+#[test]
+fn more_rows_than_a_decode_step_are_served_as_well() {
+    for cuda in backends() {
+        let (mut one, _pool) = one_route_point(&cuda, 1);
+        one.replay(&mut Decide(in_place)).unwrap();
+        let (mut many, pool) = one_route_point(&cuda, 17);
+        for way in [in_place, fetched, nothing] {
+            many.replay(&mut Decide(way)).unwrap();
+            for rows in floats(many.output(0)).chunks_exact(2 * WIDTH) {
+                let pairs = rows.iter().zip(floats(one.output(0)));
+                assert!(
+                    pairs.into_iter().all(|(got, expected)| (got - expected).abs() <= 1e-5 * expected.abs())
+                );
+            }
+        }
+        evict(&cuda, &pool);
+        assert!(many.replay(&mut Decide(nothing)).is_err());
     }
 }
 
 #[test]
 fn a_replay_allocates_nothing() {
     for cuda in backends() {
-        let (mut program, _pool) = one_route_point(&cuda);
+        let (mut program, pool) = one_route_point(&cuda, 1);
+        let mut in_every_way = || {
+            for way in [in_place, fetched, nothing] {
+                program.replay(&mut Decide(way)).unwrap();
+            }
+            evict(&cuda, &pool);
+        };
         // The driver's library finds a function when it is first called.
-        program.replay(&mut Decide(in_place)).unwrap();
-        program.replay(&mut Decide(fetched)).unwrap();
+        in_every_way();
         let before = ALLOCATIONS.get();
-        for _ in 0..3 {
-            program.replay(&mut Decide(in_place)).unwrap();
-            program.replay(&mut Decide(fetched)).unwrap();
-        }
+        (0..3).for_each(|_| in_every_way());
         assert_eq!(ALLOCATIONS.get(), before);
     }
 }

@@ -17,7 +17,7 @@ use super::{
     table::{Cell, Column, Table, column},
 };
 use crate::{
-    engine::{EngineOptions, Sequence},
+    engine::{Division, EngineOptions, Sequence},
     moe::{CacheSize, Counters, Mode},
 };
 
@@ -79,7 +79,8 @@ pub(super) fn run(args: &BenchArgs, backend: &Arc<dyn Backend>) -> Result<(Strin
     let mut table = Table::new(&COLUMNS);
     for share in shares {
         let n_experts = elastic(&subject).n_experts();
-        subject.engine.resize_expert_cache((n_experts as f64 * share / 100.0).round() as usize)?;
+        let expert_slots = Some((n_experts as f64 * share / 100.0).round() as usize);
+        subject.engine.divide(Division { expert_slots, ..Division::default() }, &mut [])?;
         subject.engine.set_experts_mode(Mode::Auto)?;
         for (&prompt, &resident) in args.prompt.iter().zip(&resident.prefill) {
             prefill(&mut subject, share / 100.0, prompt as usize, resident, &mut table)?;

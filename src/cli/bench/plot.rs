@@ -12,6 +12,7 @@ pub(super) struct Plot<'a> {
     pub(super) across: &'a str,
     /// What the vertical axis counts.
     pub(super) up: &'a str,
+    /// The highest last.
     pub(super) curves: Vec<Curve<'a>>,
 }
 
@@ -83,10 +84,11 @@ impl Plot<'_> {
             escaped(self.up)
         ));
         self.curves.iter().for_each(|curve| line(curve.svg()));
-        // Hit rates grow with the slots, so the corner below the curves is free.
-        let n_curves = self.curves.len() as f64;
-        for (i, curve) in self.curves.iter().enumerate() {
-            line(curve.legend(x_end - 168.0, y_end - 22.0 * (n_curves - i as f64) + 2.0));
+        // Curves that rise leave this corner free, and have the highest last.
+        let (x, y) = (x_end - 168.0, y_end - 22.0 * self.curves.len() as f64);
+        line(format!(r#"<path d="M{} {}H{x_end}V{}H{0}Z" fill="white"/>"#, x - 10.0, y - 14.0, y_end - 1.0));
+        for (i, curve) in self.curves.iter().rev().enumerate() {
+            line(curve.legend(x, y + 22.0 * i as f64 + 2.0));
         }
         svg + "</svg>\n"
     }

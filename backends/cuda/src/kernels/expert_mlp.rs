@@ -2,7 +2,7 @@
 //! tiles for more, on tensor cores where precision and format allow it.
 
 use bytemuck::{Pod, Zeroable};
-use freetoken_backend::{ExpertMlp, Experts, Format, OpSpec, Precision};
+use freetoken_backend::{ExpertMlp, ExpertPool, Experts, Format, OpSpec, Precision};
 
 use super::{
     MAX_DECODE_ROWS, Scratch, by_format, format, is_aligned, launch, matmul::mma_shared_bytes, params,
@@ -16,10 +16,10 @@ const WARPS: u32 = 4;
 /// Rows of an f32 tile.
 const TILE: u32 = 64;
 
-/// How kernels find records: `ExpertPlace` of the kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct RecordPlace {
+    n_slots: u32,
     slots_per_chunk: u32,
     record_bytes: u32,
     up_bytes: u32,
@@ -28,7 +28,7 @@ struct RecordPlace {
 
 /// Where records are found.
 struct Place {
-    /// i32 `[n_experts]`: the slot of each expert; routes to experts with -1 keep what is in their part.
+    /// i32 `[n_experts]`: the slot of each expert, or -1.
     table: Arg,
     /// u64 `[n_chunks]`: device addresses of chunks.
     chunks: Arg,
@@ -41,20 +41,11 @@ pub(super) fn launches(op: &ExpertMlp, precision: Precision) -> Result<(Vec<Laun
     let row = pool.entry(*layer, 0) * 4;
     let place = Place {
         table: Arg::View(pool.table.slice(row..row + 4 * pool.n_experts)),
-        chunks: Arg::ChunkTable(pool.clone()),
+        chunks: Arg::ChunkTable(pool.clone(), *layer),
     };
     let record = &pool.record;
-    let Ok(record_bytes) = u32::try_from(record.bytes) else {
-        return Err(Unsupported(format!("an expert of {} bytes; at most 4 GiB", record.bytes)));
-    };
-    let records = RecordPlace {
-        slots_per_chunk: pool.slots_per_chunk as u32,
-        record_bytes,
-        up_bytes: record.up().start as u32,
-        down_bytes: record.down.start as u32,
-    };
     let p = &op.p;
-    let head = vec![params(op.params()), params(bytemuck::bytes_of(&records))];
+    let head = vec![params(op.params()), record_place(pool)?];
     let vectors = p.hidden.is_multiple_of(8) && p.intermediate.is_multiple_of(8) && is_aligned(&op.x);
     if p.n_rows <= MAX_DECODE_ROWS {
         return Ok(decode(op, record.format, &place, head, vectors));
@@ -65,6 +56,23 @@ pub(super) fn launches(op: &ExpertMlp, precision: Precision) -> Result<(Vec<Laun
     let mma =
         precision == Precision::Auto && record.format == Format::Bf16 && vectors && is_aligned(&op.parts);
     Ok(prefill(op, record.format, &place, head, mma))
+}
+
+/// How kernels find the records of a pool and of the bank behind it: `ExpertPlace` of the kernels.
+pub(crate) fn record_place(pool: &ExpertPool) -> Result<Arg, Unsupported> {
+    let record = &pool.record;
+    let Ok(record_bytes) = u32::try_from(record.bytes) else {
+        return Err(Unsupported(format!("an expert of {} bytes; at most 4 GiB", record.bytes)));
+    };
+    let place = RecordPlace {
+        n_slots: pool.n_slots() as u32,
+        // A pool without a slot has a bank all the same.
+        slots_per_chunk: pool.slots_per_chunk.max(1) as u32,
+        record_bytes,
+        up_bytes: record.up().start as u32,
+        down_bytes: record.down.start as u32,
+    };
+    Ok(params(bytemuck::bytes_of(&place)))
 }
 
 fn decode(
@@ -126,6 +134,7 @@ fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: b
     let inner = scratch.place(if mma { 2 } else { 4 } * n_routes as usize * p.intermediate as usize);
     let sort = vec![
         args[0].clone(),
+        args[1].clone(),
         n_tiles.clone(),
         tiles.clone(),
         order.clone(),

@@ -1,0 +1,195 @@
+// The host's part of a MoE layer inside one graph: bell_ring shows it what was routed and rings; bell_take waits for its
+// answer, applies it and fetches records; bell_rows waits for the rows that it computed. Between ring and take run the
+// experts that have a slot, between take and rows those to which `arrivals` gives a place.
+//
+// What host and device share lies in host memory, mapped: words of 64 bits with the number of the question in the upper half
+// for reply, rows and bell; `asked_*` and `answer`, read behind such a word alone. answer u32: [n_experts] arrivals, then
+// (expert, slot) of each record to fetch, then (entry, slot) of each change of the slot table.
+// A layer whose routes all hit rings and waits for nothing. Each wait ends with the host's word, with its abort word, or after
+// a second; then the step has failed, and nothing more is asked or awaited before the host clears `failed`.
+// Bound by the latency of the link; bell_take by its bandwidth.
+#include "expert_mlp_place.cuh"
+
+// On the device, of all layers in turn.
+struct BellState {
+  // Number of the last question; whether the step failed; whether an answer is awaited; whether rows are.
+  u32 sequence, failed, asks, has_rows;
+  u64 fetched_bytes, fetch_start, fetch_end;
+};
+
+// What the kernels of one layer share, by value.
+struct Bell {
+  // f32 [n_rows, hidden]; i32 and f32 [n_rows, top_k]; f32 [n_rows, top_k, hidden].
+  const float* x;
+  const int* ids;
+  const float* weights;
+  float* parts;
+  // i32, all layers; records [n_experts] of the layer, mapped.
+  int* table;
+  const u8* bank;
+  // Mapped, written by the host: words, answer, f32 [n_rows, top_k, hidden].
+  u64* words;
+  const u32* answer;
+  const float* rows;
+  // Mapped, written here: the bell; bytes and nanoseconds of the last fetch; copies of ids, weights, the layer's row of the
+  // table, and x.
+  u64* bell;
+  u64* asked_link;
+  int* asked_ids;
+  float* asked_weights;
+  int* asked_table;
+  float* asked_rows;
+  // On the device, of all layers in turn; i32 [n_experts]: a slot, a place in the bank, NOWHERE or ON_HOST.
+  BellState* state;
+  int* arrivals;
+  u32 n_rows, top_k, hidden, n_experts, first_entry, padding;
+};
+
+constexpr u32 MAX_EXPERTS = 512;
+constexpr u32 MAX_ANSWER = 7 * MAX_EXPERTS;
+// Indices into `words`; the last two are flags.
+constexpr u32 REPLY = 0, ROWS = 1, ABORT = 2, FAILED = 8;
+constexpr int NOWHERE = -1, ON_HOST = -2;
+constexpr u64 LIMIT_NANOSECONDS = 1000000000;
+
+// One thread waits for the host's word about the last question. False: the step failed.
+__device__ __forceinline__ bool wait_for_host(const Bell& b, u32 word, u32& value) {
+  const u32 sequence = b.state->sequence;
+  const u64 start = nanoseconds();
+  for (;;) {
+    // Behind an acquire a load waits, so this one goes first: one trip over the link for both.
+    const u64 abort = load_shared_with_host(b.words + ABORT);
+    const u64 got = load_acquire_from_host(b.words + word);
+    value = (u32)got;
+    if ((u32)(got >> 32) == sequence) return true;
+    if (abort != 0 || nanoseconds() - start > LIMIT_NANOSECONDS) break;
+  }
+  b.state->failed = 1;
+  store_release_to_host(b.words + FAILED, 1);
+  return false;
+}
+
+// to[i] = load(from + i) of n words, eight a thread under way: each trip over the link takes as long as many loads.
+template <u32 THREADS, class Load>
+__device__ __forceinline__ void copy_words(u32* to, const u32* from, u32 n, Load load) {
+  constexpr u32 LOADS = 8;
+  for (u32 start = threadIdx.x; start < n; start += LOADS * THREADS) {
+    u32 v[LOADS];
+#pragma unroll
+    for (u32 j = 0; j < LOADS; j++) {
+      if (start + j * THREADS < n) v[j] = load(from + start + j * THREADS);
+    }
+#pragma unroll
+    for (u32 j = 0; j < LOADS; j++) {
+      if (start + j * THREADS < n) to[start + j * THREADS] = v[j];
+    }
+  }
+}
+
+// One block.
+extern "C" __global__ void __launch_bounds__(512) bell_ring(Bell b) {
+  BellState* state = b.state;
+  const BellState before = *state;
+  const u32 n_routes = b.n_rows * b.top_k, sequence = before.sequence + 1;
+  const int* table = b.table + b.first_entry;
+  if (before.failed != 0) {
+    if (threadIdx.x == 0) {
+      state->sequence = sequence;
+      state->asks = 0;
+    }
+    return;
+  }
+  bool misses = false;
+  for (u32 route = threadIdx.x; route < n_routes; route += 512) {
+    const int id = b.ids[route];
+    b.asked_ids[route] = id;
+    b.asked_weights[route] = b.weights[route];
+    misses |= id >= 0 && table[id] < 0;
+  }
+  for (u32 expert = threadIdx.x; expert < b.n_experts; expert += 512) b.asked_table[expert] = table[expert];
+  const bool asks = __syncthreads_or(misses);
+  if (asks) {
+    copy_words<512>((u32*)b.asked_rows, (const u32*)b.x, b.n_rows * b.hidden, [](const u32* p) { return *p; });
+  }
+  if (threadIdx.x == 0) {
+    b.asked_link[0] = before.fetched_bytes;
+    b.asked_link[1] = before.fetch_end - before.fetch_start;
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    state->sequence = sequence;
+    state->asks = asks;
+    state->fetched_bytes = 0;
+    state->fetch_end = 0;
+    store_release_to_host(b.bell, (u64)sequence << 32 | (asks ? 1 : 0));
+  }
+}
+
+// Any number of blocks, each waits by itself; the first applies the answer, all fetch.
+extern "C" __global__ void __launch_bounds__(512) bell_take(Bell b, ExpertPlace place, const u64* chunks) {
+  __shared__ u32 answer[MAX_ANSWER];
+  __shared__ u32 counts;
+  BellState* state = b.state;
+  bool answered = false;
+  if (threadIdx.x == 0 && state->asks != 0) answered = wait_for_host(b, REPLY, counts);
+  answered = __syncthreads_or(answered);
+  if (!answered) {
+    if (blockIdx.x == 0) {
+      for (u32 expert = threadIdx.x; expert < b.n_experts; expert += 512) b.arrivals[expert] = NOWHERE;
+      if (threadIdx.x == 0) state->has_rows = 0;
+    }
+    return;
+  }
+  const u32 n_fetched = counts & 0xfff, n_changes = counts >> 12 & 0xfff;
+  const u32 n_words = min(b.n_experts + 2 * (n_fetched + n_changes), MAX_ANSWER);
+  copy_words<512>(answer, b.answer, n_words, [](const u32* p) { return load_shared_with_host(p); });
+  __syncthreads();
+  const u32 *fetched = answer + b.n_experts, *changes = fetched + 2 * n_fetched;
+  if (blockIdx.x == 0) {
+    for (u32 expert = threadIdx.x; expert < b.n_experts; expert += 512) b.arrivals[expert] = (int)answer[expert];
+    if (threadIdx.x == 0) {
+      // In order: an entry may change twice.
+      for (u32 i = 0; i < n_changes; i++) b.table[changes[2 * i]] = (int)changes[2 * i + 1];
+      state->has_rows = counts >> 24;
+      state->fetched_bytes = (u64)n_fetched * place.record_bytes;
+      state->fetch_start = nanoseconds();
+    }
+  }
+  if (n_fetched == 0) return;
+  constexpr u32 LOADS = 8, PIECE = LOADS * 512;
+  const u32 n_vectors = place.record_bytes / 16, n_pieces = (n_vectors + PIECE - 1) / PIECE;
+  for (u32 piece = blockIdx.x; piece < n_fetched * n_pieces; piece += gridDim.x) {
+    const u32* what = fetched + 2 * (piece / n_pieces);
+    const uint4* from = (const uint4*)(b.bank + (u64)what[0] * place.record_bytes);
+    uint4* to = (uint4*)record_of(place, chunks, what[1]);
+    const u32 first = piece % n_pieces * PIECE + threadIdx.x;
+    uint4 v[LOADS];
+#pragma unroll
+    for (u32 j = 0; j < LOADS; j++) {
+      if (first + j * 512 < n_vectors) v[j] = load_stream(from + first + j * 512);
+    }
+#pragma unroll
+    for (u32 j = 0; j < LOADS; j++) {
+      if (first + j * 512 < n_vectors) to[first + j * 512] = v[j];
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) atomicMax(&state->fetch_end, nanoseconds());
+}
+
+// Any number of blocks, each waits by itself and takes every gridDim.x-th route.
+extern "C" __global__ void __launch_bounds__(256) bell_rows(Bell b) {
+  if (b.state->has_rows == 0 || b.state->failed != 0) return;
+  u32 nothing;
+  bool arrived = false;
+  if (threadIdx.x == 0) arrived = wait_for_host(b, ROWS, nothing);
+  if (!__syncthreads_or(arrived)) return;
+  for (u32 route = blockIdx.x; route < b.n_rows * b.top_k; route += gridDim.x) {
+    const int id = b.ids[route];
+    if (id < 0 || b.arrivals[id] != ON_HOST) continue;
+    const i64 first = (i64)route * b.hidden;
+    copy_words<256>((u32*)b.parts + first, (const u32*)b.rows + first, b.hidden,
+                    [](const u32* p) { return load_shared_with_host(p); });
+  }
+}

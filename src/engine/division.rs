@@ -1,0 +1,114 @@
+//! Dividing device memory anew while sequences live: more slots for experts and fewer pages for keys and values, or the other
+//! way round, between two steps. Nothing is loaded again, and no text changes.
+
+use freetoken_backend::{KvCache, PAGE_TOKENS};
+
+use super::{BlockPool, Engine, EngineError, Sequence, programs::Programs};
+use crate::moe::ByteCount;
+
+/// What is asked for; `None` stays as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Division {
+    /// Slots of the expert cache.
+    pub expert_slots: Option<usize>,
+    /// Tokens that the key-value cache holds, of all sequences together.
+    pub kv_tokens: Option<usize>,
+}
+
+impl Engine {
+    /// Divides device memory anew. `sequences` are all that hold pages. Experts that lose their slot are the coldest. Programs
+    /// are recorded again when they are next needed.
+    ///
+    /// # Errors
+    /// [`EngineError::Division`] with what would fit, before anything is changed; or the device's refusal. Asserts that there is
+    /// an expert cache where slots are asked for.
+    pub fn divide(&mut self, division: Division, sequences: &mut [&mut Sequence]) -> Result<(), EngineError> {
+        let n_used: usize = sequences.iter().map(|sequence| sequence.pages.len()).sum();
+        assert_eq!(n_used + self.pool.n_free() + 1, self.limits.n_pages, "all sequences that hold pages");
+        let old_slots = self.elastic().map_or(0, |elastic| elastic.n_slots());
+        let n_slots = division.expert_slots.unwrap_or(old_slots);
+        let n_pages = division.kv_tokens.map_or(self.limits.n_pages, |n| 1 + n.div_ceil(PAGE_TOKENS));
+        let record = self.elastic().map_or(0, |elastic| elastic.record_bytes()) as u64;
+        let page = self.batch.kv.iter().map(|kv| (kv.view.bytes() / kv.n_pages) as u64).sum::<u64>();
+        if n_used >= n_pages {
+            let (tokens, fits) = ((n_pages - 1) * PAGE_TOKENS, n_used * PAGE_TOKENS);
+            return Err(EngineError::KvInUse { tokens, fits });
+        }
+        let taken = |slots: usize, pages: usize| slots as u64 * record + pages as u64 * page;
+        let (before, after) = (taken(old_slots, self.limits.n_pages), taken(n_slots, n_pages));
+        let spare = match self.spare {
+            Some(spare) => Some(spare),
+            None => self.backend.free_bytes()?,
+        };
+        if let Some(spare) = spare
+            && after > before + spare
+        {
+            let left = (before + spare).saturating_sub(n_pages as u64 * page);
+            let fits = usize::try_from(left / record.max(1)).unwrap_or(usize::MAX);
+            let (more, spare) = (ByteCount(after - before), ByteCount(spare));
+            return Err(EngineError::Division { more, spare, fits });
+        }
+        // What shrinks makes room for what grows.
+        if n_slots <= old_slots {
+            self.resize_slots(n_slots)?;
+            self.resize_kv(n_pages, sequences)?;
+        } else {
+            self.resize_kv(n_pages, sequences)?;
+            self.resize_slots(n_slots)?;
+        }
+        self.spare = self.spare.map(|spare| before + spare - after);
+        Ok(())
+    }
+
+    /// Programs point to what is about to change.
+    fn forget_programs(&mut self) {
+        self.programs = Programs::default();
+        self.layered.clear();
+    }
+
+    fn resize_slots(&mut self, n_slots: usize) -> Result<(), EngineError> {
+        if self.elastic().is_none_or(|elastic| elastic.n_slots() == n_slots) {
+            return Ok(());
+        }
+        self.forget_programs();
+        // The last handles of the chunks that go.
+        self.batch.experts.clear();
+        let elastic = self.elastic.as_deref_mut().expect("looked at above");
+        let resized = elastic.resize(n_slots);
+        self.batch.experts = elastic.experts();
+        Ok(resized?)
+    }
+
+    /// Moves the pages in use to the front of a smaller or larger cache.
+    fn resize_kv(&mut self, n_pages: usize, sequences: &mut [&mut Sequence]) -> Result<(), EngineError> {
+        if n_pages == self.limits.n_pages {
+            return Ok(());
+        }
+        self.forget_programs();
+        let used: Vec<u32> = sequences.iter().flat_map(|sequence| &sequence.pages).copied().collect();
+        let last = used.iter().max().map_or(0, |&page| page as usize + 1);
+        for kv in &mut self.batch.kv {
+            let page = kv.view.bytes() / kv.n_pages;
+            let mut old = vec![0; last * page];
+            self.backend.read(&kv.view.slice(0..old.len()), &mut old)?;
+            let mut moved = vec![0; used.len() * page];
+            for (to, &from) in moved.chunks_exact_mut(page).zip(&used) {
+                to.copy_from_slice(&old[from as usize * page..][..page]);
+            }
+            // A smaller cache is made beside the larger one: a layer at a time, so that this needs little.
+            let view = self.backend.alloc(n_pages * page)?.whole();
+            if !moved.is_empty() {
+                self.backend.write(&view.slice(page..page + moved.len()), &moved)?;
+            }
+            *kv = KvCache { view, format: kv.format, n_pages };
+        }
+        let mut next = 1;
+        for page in sequences.iter_mut().flat_map(|sequence| &mut sequence.pages) {
+            *page = next;
+            next += 1;
+        }
+        self.limits.n_pages = n_pages;
+        self.pool = BlockPool::with_used(n_pages, used.len());
+        Ok(())
+    }
+}
