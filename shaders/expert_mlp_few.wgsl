@@ -15,36 +15,7 @@ override OUTPUTS: u32 = 32u;
 // Routes of a batch whose ids are searched, at most.
 const MAX_ROUTES: u32 = 256u;
 
-struct Params {
-    n_routes: u32,
-    top_k: u32,
-    in_features: u32,
-    out_features: u32,
-    // First entry of the layer in the table.
-    first_entry: u32,
-    slots_per_chunk: u32,
-    // The window: slots first_slot .. first_slot + n_window_slots.
-    first_slot: u32,
-    n_window_slots: u32,
-    // vec4s of a record.
-    record_vecs: u32,
-    // Elements from the start of a record: of gate or down, and of up.
-    weight_start: u32,
-    up_start: u32,
-    out_at: u32,
-    x_at: u32,
-    // Of ids; with GROUPED the number of tiles that there is room for.
-    routes_at: u32,
-    weights_at: u32,
-    table_at: u32,
-}
-var<immediate> p: Params;
-
-@group(0) @binding(0) var<storage, read_write> out: array<f32>;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read> routes: array<u32>;
-@group(0) @binding(3) var<storage, read> weights: array<f32>;
-@group(0) @binding(4) var<storage, read> table: array<i32>;
 
 fn columns(chunk: u32, row: u32, i: u32) -> vec4<f32> {
     if FORMAT == F32 {
@@ -117,8 +88,8 @@ fn main(at: Invocation) {
     if expert < 0 {
         return;
     }
-    let slot = table[p.table_at + p.first_entry + u32(expert)];
-    if slot < 0 || u32(slot) - p.first_slot >= p.n_window_slots {
+    let place = place_of(u32(expert));
+    if !place.inside {
         return;
     }
     var first_place = 0u;
@@ -129,8 +100,8 @@ fn main(at: Invocation) {
     } else {
         n_places = collect(at.thread, at.workgroup.y, u32(expert));
     }
-    let chunk = (u32(slot) - p.first_slot) / p.slots_per_chunk;
-    let record = u32(slot) % p.slots_per_chunk * p.record_vecs;
+    let chunk = place.chunk;
+    let record = place.record;
     let outputs = select(2u, 4u, DOWN);
     let last = p.out_features - 1u;
     for (var start = 0u; start < OUTPUTS; start += teams_of(at) * outputs) {

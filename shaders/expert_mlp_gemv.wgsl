@@ -9,35 +9,7 @@ override FORMAT: u32 = 1u;
 override DOWN: bool = false;
 override OUTPUTS: u32 = 8u;
 
-struct Params {
-    n_routes: u32,
-    top_k: u32,
-    in_features: u32,
-    out_features: u32,
-    // First entry of the layer in the table.
-    first_entry: u32,
-    slots_per_chunk: u32,
-    // The window: slots first_slot .. first_slot + n_window_slots.
-    first_slot: u32,
-    n_window_slots: u32,
-    // vec4s of a record.
-    record_vecs: u32,
-    // Elements from the start of a record: of gate or down, and of up.
-    weight_start: u32,
-    up_start: u32,
-    out_at: u32,
-    x_at: u32,
-    routes_at: u32,
-    weights_at: u32,
-    table_at: u32,
-}
-var<immediate> p: Params;
-
-@group(0) @binding(0) var<storage, read_write> out: array<f32>;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read> ids: array<i32>;
-@group(0) @binding(3) var<storage, read> weights: array<f32>;
-@group(0) @binding(4) var<storage, read> table: array<i32>;
 
 fn eight(chunk: u32, at: u32, i: u32) -> Eight {
     if FORMAT == F32 {
@@ -63,12 +35,12 @@ fn main(at: Invocation) {
     if expert < 0 {
         return;
     }
-    let slot = table[p.table_at + p.first_entry + u32(expert)];
-    if slot < 0 || u32(slot) - p.first_slot >= p.n_window_slots {
+    let place = place_of(u32(expert));
+    if !place.inside {
         return;
     }
-    let chunk = (u32(slot) - p.first_slot) / p.slots_per_chunk;
-    let record = u32(slot) % p.slots_per_chunk * p.record_vecs;
+    let chunk = place.chunk;
+    let record = place.record;
     let x_first = (p.x_at + select(0u, route * p.in_features, DOWN)) / 4u;
     let outputs = select(1u, 2u, DOWN);
     let last = p.out_features - 1u;
@@ -103,15 +75,15 @@ fn main(at: Invocation) {
         }
         sums = team_sum(at, sums);
         if lane_of(at) == 0u && own < OUTPUTS && first <= last {
-            let place = p.out_at + route * p.out_features + first;
+            let output = p.out_at + route * p.out_features + first;
             if DOWN {
                 let weight = weights[p.weights_at + route];
-                out[place] = weight * sums.x;
+                out[output] = weight * sums.x;
                 if first < last {
-                    out[place + 1u] = weight * sums.y;
+                    out[output + 1u] = weight * sums.y;
                 }
             } else {
-                out[place] = sums.x / (1.0 + exp(-sums.x)) * sums.y;
+                out[output] = sums.x / (1.0 + exp(-sums.x)) * sums.y;
             }
         }
     }

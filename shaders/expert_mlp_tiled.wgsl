@@ -16,32 +16,7 @@ const DEPTH: u32 = 16u;
 const STRIDE: u32 = DEPTH / 4u + 1u;
 const THREADS: u32 = 256u;
 
-struct Params {
-    n_routes: u32,
-    top_k: u32,
-    in_features: u32,
-    out_features: u32,
-    first_entry: u32,
-    slots_per_chunk: u32,
-    first_slot: u32,
-    n_window_slots: u32,
-    record_vecs: u32,
-    weight_start: u32,
-    up_start: u32,
-    out_at: u32,
-    x_at: u32,
-    // The number of tiles that there is room for.
-    routes_at: u32,
-    weights_at: u32,
-    table_at: u32,
-}
-var<immediate> p: Params;
-
-@group(0) @binding(0) var<storage, read_write> out: array<f32>;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read> routes: array<u32>;
-@group(0) @binding(3) var<storage, read> weights: array<f32>;
-@group(0) @binding(4) var<storage, read> table: array<i32>;
 
 var<workgroup> x_tile: array<vec4<f32>, TILE * STRIDE>;
 var<workgroup> weight_tile: array<vec4<f32>, OUTPUTS * STRIDE>;
@@ -93,14 +68,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let tile = 1u + 3u * workgroup.y;
-    let slot = table[p.table_at + p.first_entry + routes[tile]];
+    let place = place_of(routes[tile]);
     let first_place = routes[tile + 1u];
     let n_rows = routes[tile + 2u];
-    if slot < 0 || u32(slot) - p.first_slot >= p.n_window_slots {
+    if !place.inside {
         return;
     }
-    let chunk = (u32(slot) - p.first_slot) / p.slots_per_chunk;
-    let record = u32(slot) % p.slots_per_chunk * p.record_vecs;
+    let chunk = place.chunk;
+    let record = place.record;
     let first_output = workgroup.x * OUTPUTS;
     let quarter = thread % 4u;
     let loaded = thread / 4u;

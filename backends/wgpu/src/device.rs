@@ -17,14 +17,17 @@ use wgpu::{Device, DeviceDescriptor, Features, Limits, MemoryHints};
 
 use crate::{
     adapter::{self, AdapterFacts, IMMEDIATE_BYTES, Select},
+    commands::Commands,
     dispatch::{Dispatch, Recorder, Scratch},
-    memory::{WgpuHostMemory, WgpuMemory, buffer, padded, storage},
+    host::{HostPath, WgpuHostMemory},
+    memory::{WgpuMemory, buffer, padded, storage},
     ops,
     pipelines::Pipelines,
-    program::{self, WgpuProgram},
+    program::WgpuProgram,
     queue::Lanes,
+    route_point::Desk,
     staging::Staging,
-    timing,
+    timing, vulkan,
 };
 
 /// How long a wait may last: longer than any submission that we cut to size, short enough for a person.
@@ -51,12 +54,14 @@ pub struct Options {
     pub subgroups: bool,
     /// Bind no more than a poor device can, so that matrices and pools are walked through in windows. Switched on by tests.
     pub floor: bool,
+    /// The best way of reading host memory to use where it works. Lowered by tests.
+    pub host: HostPath,
 }
 
 impl Options {
     /// Everything that the adapter has, and no cache.
     pub fn new(precision: Precision) -> Self {
-        Options { precision, cache: None, subgroups: true, floor: false }
+        Options { precision, cache: None, subgroups: true, floor: false, host: HostPath::Imported }
     }
 }
 
@@ -68,6 +73,8 @@ pub(crate) struct Gpu {
     pub(crate) subgroups: Option<u32>,
     /// A CPU plays the GPU.
     pub(crate) software: bool,
+    /// How it comes by host memory.
+    pub(crate) host: HostPath,
     /// A little memory to bind where a kernel reads nothing.
     pub(crate) nothing: wgpu::Buffer,
 }
@@ -102,6 +109,7 @@ pub(crate) struct State {
     pub(crate) staging: Staging,
     pub(crate) pipelines: Pipelines,
     pub(crate) scratch: Scratch,
+    pub(crate) desk: Desk,
 }
 
 struct Inner {
@@ -140,26 +148,29 @@ impl Wgpu {
             memory_hints: MemoryHints::Performance,
             ..DeviceDescriptor::default()
         };
-        let (device, queue) = pollster::block_on(adapter.request_device(&descriptor)).map_err(|e| {
+        let (device, queue) = vulkan::open(&adapter, &descriptor).map_err(|e| {
             let why = format!("{} cannot be opened: {e}", facts.name);
             Error::Unsupported { backend: "wgpu", op: "open", why }
         })?;
         let patience = if facts.software { SOFTWARE_PATIENCE } else { PATIENCE };
         let file = options.cache.as_ref().zip(wgpu::util::pipeline_cache_key(&adapter.get_info()));
-        let state = State {
-            lanes: Lanes::new(&device, queue, patience),
+        let mut state = State {
+            lanes: Lanes::new(&device, queue, patience, facts.software),
             staging: Staging::new(&device),
             pipelines: Pipelines::new(&device, file.map(|(directory, key)| directory.join(key))),
             scratch: Scratch::default(),
+            desk: Desk::default(),
         };
         let nothing = storage(&device, 1);
-        let gpu = Gpu {
+        let mut gpu = Gpu {
             subgroups: subgroups.map(|(least, _)| least),
             software: facts.software,
             device,
             limits,
+            host: HostPath::Copied,
             nothing,
         };
+        gpu.host = HostPath::probe(options.host, &gpu, &mut state.lanes, &state.staging);
         let caps = Caps {
             backend: "wgpu",
             device: facts.name.clone(),
@@ -170,7 +181,7 @@ impl Wgpu {
             max_storage_buffers: gpu.limits.max_storage_buffers_per_shader_stage,
             prefill_rows: if gpu.software { SOFTWARE_PREFILL_ROWS } else { PREFILL_ROWS },
             host_memory: false,
-            reads_host: false,
+            reads_host: gpu.host != HostPath::Copied,
             copy_lane: false,
         };
         Ok(Wgpu(Arc::new(Inner { caps, facts, gpu, state: Mutex::new(state), allocated: Arc::default() })))
@@ -232,7 +243,8 @@ fn detail(facts: &AdapterFacts, gpu: &Gpu) -> String {
     let subgroups = gpu.subgroups.map_or("no subgroups".into(), |n| format!("subgroups of {n}"));
     let software = if facts.software { ", software: a CPU plays the GPU" } else { "" };
     let binding = facts.max_binding_bytes >> 20;
-    format!("{}, {}, {subgroups}, {binding} MiB a binding{software}", facts.api, facts.driver)
+    let host = gpu.host.name();
+    format!("{}, {}, {subgroups}, {binding} MiB a binding, {host}{software}", facts.api, facts.driver)
 }
 
 impl Backend for Wgpu {
@@ -264,11 +276,7 @@ impl Backend for Wgpu {
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
-        let memory = os::anonymous(bytes.max(1)).map_err(|_| {
-            let free = os::available_memory().and_then(|free| usize::try_from(free).ok()).unwrap_or(0);
-            Error::OutOfMemory { wanted: bytes, free }
-        })?;
-        Ok(HostBuffer::new(WgpuHostMemory { memory, bytes }))
+        Ok(HostBuffer::new(self.gpu().host.alloc(self.gpu(), bytes)?))
     }
 
     fn import(&self, _bytes: &HostBytes) -> Result<Buffer> {
@@ -305,8 +313,25 @@ impl Backend for Wgpu {
     }
 
     fn upload(&self, lane: Lane, src: &Arc<HostBuffer>, start: usize, dst: &View) -> Result<Event> {
-        self.write(dst, &src.as_slice()[start..start + dst.bytes()])?;
-        self.event(lane)
+        let bytes = start..start + dst.bytes();
+        let shared = src.downcast::<WgpuHostMemory>().and_then(WgpuHostMemory::buffer);
+        // A copy on the device is of whole words.
+        let whole = [start, dst.range().start, dst.bytes()].iter().all(|at| at.is_multiple_of(4));
+        match shared.filter(|_| whole && !bytes.is_empty()) {
+            Some(shared) => {
+                assert!(bytes.end <= src.as_slice().len(), "{bytes:?} of {src:?}");
+                let State { lanes, .. } = &mut *self.lock();
+                let mut commands = Commands::new(lanes, self.gpu());
+                commands.copy(shared, start, buffer(dst.buffer()), dst.range().start, dst.bytes());
+                let seq = commands.submit();
+                lanes.check()?;
+                Ok(Event { lane, seq })
+            }
+            None => {
+                self.write(dst, &src.as_slice()[bytes])?;
+                self.event(lane)
+            }
+        }
     }
 
     fn event(&self, lane: Lane) -> Result<Event> {
@@ -337,7 +362,9 @@ impl Backend for Wgpu {
         let dispatches =
             self.dispatches(&mut state, |recorder| ops.iter().for_each(|op| ops::record(op, recorder)));
         state.lanes.check()?;
-        program::submit(&mut state.lanes, &dispatches, self.gpu());
+        let mut commands = Commands::new(&mut state.lanes, self.gpu());
+        commands.dispatch(&dispatches);
+        commands.submit();
         state.lanes.check()
     }
 
@@ -370,7 +397,7 @@ impl Backend for Wgpu {
                 }
             }
         }
-        let program = WgpuProgram::record(self, stages, outputs);
+        let program = WgpuProgram::record(self, stages, outputs)?;
         let mut state = self.lock();
         state.pipelines.save();
         state.lanes.check()?;

@@ -72,8 +72,8 @@ pub(crate) struct Call<'a> {
     pub(crate) constants: Vec<(&'static str, u32)>,
     /// Written ones first, as the kernel numbers them; without chunks.
     pub(crate) slots: Vec<Slot>,
-    /// A window of an expert pool: 1, 2, 4 or 8 chunks.
-    pub(crate) chunks: &'a [wgpu::Buffer],
+    /// A window of experts: 1, 2, 4 or 8 chunks.
+    pub(crate) chunks: &'a [Slot],
     pub(crate) params: &'a [u32],
     pub(crate) workgroups: [u32; 3],
 }
@@ -92,7 +92,7 @@ impl Recorder<'_> {
         assert!(workgroups.iter().all(|&n| n <= most), "{name}: a grid of {workgroups:?}");
         let linkage = Linkage { subgroups: self.gpu.subgroups.is_some(), chunks: chunks.len() as u32 };
         let pipeline = self.pipelines.get(&self.gpu.device, kernel, linkage, constants);
-        let slots: Vec<Slot> = slots.into_iter().chain(chunks.iter().map(Slot::whole)).collect();
+        let slots: Vec<Slot> = slots.into_iter().chain(chunks.iter().cloned()).collect();
         let entry = |(i, slot)| BindGroupEntry {
             binding: i as u32,
             resource: BindingResource::Buffer(Slot::binding(slot)),

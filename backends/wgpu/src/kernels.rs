@@ -18,6 +18,8 @@ enum Link {
     Team,
     /// A window of chunks, bound behind everything else.
     Chunks,
+    /// What the kernels of expert_mlp share.
+    Experts,
     /// The n-th largest of many.
     Select,
 }
@@ -52,6 +54,7 @@ impl Kernel {
             Link::Team if linkage.subgroups => include_str!("../../../shaders/team_subgroup.wgsl"),
             Link::Team => include_str!("../../../shaders/team_workgroup.wgsl"),
             Link::Select => include_str!("../../../shaders/select.wgsl"),
+            Link::Experts => include_str!("../../../shaders/experts.wgsl"),
             Link::Chunks => match linkage.chunks {
                 1 => include_str!("../../../shaders/chunks_1.wgsl"),
                 2 => include_str!("../../../shaders/chunks_2.wgsl"),
@@ -115,16 +118,17 @@ kernels! {
         WORKGROUP: &[256, 1024], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
         EXPERTS: &[8, 1024],
     }
-    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Format, Team, Chunks] writes 1 reads 4 params 16 {
+    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Format, Team, Chunks, Experts] writes 1 reads 4 params 20 {
         WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, OUTPUTS: &[8],
     }
-    EXPERT_MLP_FEW = "expert_mlp_few" [Format, Team, Chunks] writes 1 reads 4 params 16 {
+    EXPERT_MLP_FEW = "expert_mlp_few" [Format, Team, Chunks, Experts] writes 1 reads 4 params 20 {
         WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, GROUPED: FLAG, OUTPUTS: &[8],
     }
     EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
-    EXPERT_MLP_TILED = "expert_mlp_tiled" [Format, Chunks] writes 1 reads 4 params 16 {
+    EXPERT_MLP_TILED = "expert_mlp_tiled" [Format, Chunks, Experts] writes 1 reads 4 params 20 {
         FORMAT: FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
     }
+    TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
     COMBINE = "combine" [] writes 1 reads 2 params 6 {}
     EDIT_LOGITS = "edit_logits" [] writes 1 reads 1 params 4 {}
     TOP_LOGITS_SLICE = "top_logits_slice" [Team, Select] writes 2 reads 2 params 4 {

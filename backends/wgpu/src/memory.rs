@@ -1,14 +1,11 @@
-//! The backend's memory: what stands behind a [`Buffer`] and a [`HostBuffer`], and how a view becomes a binding.
-//!
-//! [`Buffer`]: freetoken_backend::Buffer
-//! [`HostBuffer`]: freetoken_backend::HostBuffer
+//! The device's memory: what stands behind a [`Buffer`], and how a view becomes a binding.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use freetoken_backend::{Buffer, DeviceMemory, HostMemory, View, os};
+use freetoken_backend::{Buffer, DeviceMemory, View};
 use wgpu::{BufferBinding, BufferUsages};
 
 /// Buffers are a multiple of this many bytes, so that a binding may end behind the last odd element.
@@ -59,22 +56,6 @@ impl Drop for WgpuMemory {
 impl DeviceMemory for WgpuMemory {
     fn bytes(&self) -> usize {
         self.bytes
-    }
-}
-
-/// Host memory that records lie in: uploads copy out of it.
-pub(crate) struct WgpuHostMemory {
-    pub(crate) memory: os::AnonymousMemory,
-    pub(crate) bytes: usize,
-}
-
-impl HostMemory for WgpuHostMemory {
-    fn bytes(&self) -> &[u8] {
-        &self.memory.as_ref()[..self.bytes]
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.memory.as_mut()[..self.bytes]
     }
 }
 

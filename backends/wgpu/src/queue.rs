@@ -3,8 +3,11 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Acquire, Ordering::Release},
+    },
+    time::{Duration, Instant},
 };
 
 use freetoken_backend::{Error, Result};
@@ -12,6 +15,9 @@ use wgpu::{CommandEncoder, Device, MapMode, PollError, PollType, Queue, Submissi
 
 /// Submissions whose indices are kept; an older event waits for the oldest of them.
 const KEPT: usize = 64;
+
+/// How long the host asks for bytes again and again before it sleeps: a thread that sleeps is woken late.
+const SPIN: Duration = Duration::from_micros(300);
 
 /// What the driver said outside of a call.
 #[derive(Default)]
@@ -30,11 +36,14 @@ pub(crate) struct Lanes {
     submitted: VecDeque<(u64, SubmissionIndex)>,
     seq: u64,
     patience: Duration,
+    spin: Duration,
 }
 
 impl Lanes {
-    /// Takes the queue over. A wait that outlasts `patience` ends in an error.
-    pub(crate) fn new(device: &Device, queue: Queue, patience: Duration) -> Self {
+    /// Takes the queue over. A wait that outlasts `patience` ends in an error. Where a CPU plays the GPU, nobody spins: it has other
+    /// things to do.
+    pub(crate) fn new(device: &Device, queue: Queue, patience: Duration, software: bool) -> Self {
+        let spin = if software { Duration::ZERO } else { SPIN };
         let trouble = Arc::new(Mutex::new(Trouble::default()));
         let seen = trouble.clone();
         device.set_device_lost_callback(move |reason, message| {
@@ -46,7 +55,7 @@ impl Lanes {
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
             lock(&seen).error.get_or_insert(error.to_string());
         }));
-        Lanes { device: device.clone(), queue, trouble, submitted: VecDeque::new(), seq: 0, patience }
+        Lanes { device: device.clone(), queue, trouble, submitted: VecDeque::new(), seq: 0, patience, spin }
     }
 
     /// The error that the driver reported since the last call, if any.
@@ -74,6 +83,11 @@ impl Lanes {
             self.submitted.pop_front();
         }
         self.submitted.push_back((self.seq, index));
+        self.seq
+    }
+
+    /// The last submission.
+    pub(crate) fn last(&self) -> u64 {
         self.seq
     }
 
@@ -108,8 +122,19 @@ impl Lanes {
         seq: u64,
         use_bytes: impl FnOnce(&[u8]),
     ) -> Result<()> {
-        buffer.map_async(MapMode::Read, 0..bytes, |_| ());
-        self.wait(seq)?;
+        let arrived = Arc::new(AtomicBool::new(false));
+        let seen = arrived.clone();
+        buffer.map_async(MapMode::Read, 0..bytes, move |_| seen.store(true, Release));
+        let start = Instant::now();
+        while !arrived.load(Acquire) && start.elapsed() < self.spin {
+            // What is wrong with the device is found by the wait.
+            _ = self.device.poll(PollType::Poll);
+        }
+        if arrived.load(Acquire) {
+            self.check()?
+        } else {
+            self.wait(seq)?
+        }
         let view =
             buffer.get_mapped_range(0..bytes).map_err(|e| Error::DeviceLost { what: e.to_string() })?;
         use_bytes(&view);

@@ -1,57 +1,113 @@
 //! A route point on one queue: the ids go out and the hits follow at once behind them; the host waits for the ids alone and
-//! answers; then come table changes, fetches, the experts that arrived, those read in place, and the host's own rows.
+//! answers; then one submission brings table changes and fetches and computes the experts that arrived and those read in place;
+//! the host's own rows come last.
 //!
-//! The device cannot read a host bank: what is to be read in place passes through guest slots that no table of the pool knows.
+//! A bank that the device cannot read passes through guest slots that no table of the pool knows.
 
 use std::sync::Arc;
 
-use freetoken_backend::{Error, ExpertMlp, ExpertPool, Experts, Result, RouteAsk, RouteReply, RouteServer};
+use freetoken_backend::{
+    Error, ExpertMlp, ExpertPool, Experts, HostMemory, OpSpec, Result, RouteAsk, RouteReply, RouteServer,
+};
 use wgpu::{BufferDescriptor, BufferUsages};
 
 use crate::{
+    commands::Commands,
     device::Gpu,
-    dispatch::{Dispatch, Recorder},
+    dispatch::{Call, Dispatch, Recorder},
+    host::WgpuHostMemory,
+    kernels::TABLE_CHANGES,
     memory::{Slot, buffer},
-    ops::expert_mlp::{self, Places},
-    program::submit,
-    queue::Lanes,
+    ops::expert_mlp,
+    places::{Bank, NEVER, Places},
     staging::Staging,
 };
 
 /// Bytes of guest slots, unless one record takes more.
 const GUEST_BYTES: usize = 64 << 20;
+/// What a letter says of an expert that is read in place.
+const IN_PLACE: i32 = -2;
 
-/// A table that holds a few experts of one layer.
-struct Visitors {
+/// Host memory that the host answers from. All route points of a device share it: each waits for its question, and so for whatever the
+/// one before it sent.
+#[derive(Default)]
+pub(crate) struct Desk {
+    /// i32: the slot of each expert of the layer, [`IN_PLACE`], or -1; the number of table changes; each one's entry and slot.
+    letter: Option<WgpuHostMemory>,
+    /// f32 `[n_rows, top_k, hidden]`: what the host computes.
+    rows: Option<WgpuHostMemory>,
+}
+
+impl Desk {
+    /// Makes room for a letter and for rows.
+    fn reserve(&mut self, letter_bytes: usize, rows_bytes: usize, gpu: &Gpu) -> Result<()> {
+        for (memory, bytes) in [(&mut self.letter, letter_bytes), (&mut self.rows, rows_bytes)] {
+            if memory.as_ref().is_none_or(|memory| memory.bytes().len() < bytes) {
+                *memory = Some(gpu.host.alloc(gpu, bytes)?);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Table changes that a letter has room for: each expert may arrive, and another leave for it.
+fn most_changes(n_experts: usize) -> usize {
+    2 * n_experts
+}
+
+/// Slots for experts that are read in place where the device cannot do that.
+struct Guests {
+    /// Records.
+    slots: wgpu::Buffer,
+    n_slots: usize,
+    /// The guest slot of each expert, or -1.
     table: wgpu::Buffer,
     entries: Vec<i32>,
     dispatches: Vec<Dispatch>,
 }
 
-impl Visitors {
-    fn record(
-        op: &ExpertMlp,
-        pool: &ExpertPool,
-        name: &'static str,
-        places: Places,
-        recorder: &mut Recorder<'_>,
-    ) -> Self {
-        let table = recorder.scratch.get(recorder.gpu, name, pool.n_experts * 4);
-        let places = Places { table: Slot::whole(&table), first_entry: 0, ..places };
-        let own = std::mem::take(&mut recorder.dispatches);
+impl Guests {
+    fn record(op: &ExpertMlp, pool: &ExpertPool, recorder: &mut Recorder<'_>) -> Self {
+        let bytes = GUEST_BYTES.min(recorder.gpu.max_binding());
+        let n_slots = (bytes / pool.record.bytes).clamp(1, pool.n_experts);
+        let slots =
+            recorder.scratch.get(recorder.gpu, "route_point.guest_slots", n_slots * pool.record.bytes);
+        let table = recorder.scratch.get(recorder.gpu, "route_point.guest_table", pool.n_experts * 4);
+        let places = Places {
+            table: Slot::whole(&table),
+            first_entry: 0,
+            chunks: vec![Slot::whole(&slots)],
+            slots_per_chunk: n_slots,
+            banked: NEVER,
+            bank: Bank::default(),
+        };
         expert_mlp::record_at(op, pool, &places, recorder);
-        let dispatches = std::mem::replace(&mut recorder.dispatches, own);
-        Visitors { table, entries: vec![-1; pool.n_experts], dispatches }
+        let dispatches = std::mem::take(&mut recorder.dispatches);
+        Guests { slots, n_slots, table, entries: vec![-1; pool.n_experts], dispatches }
     }
 
-    /// Computes the routes of these experts, each in its slot.
-    fn run(&mut self, experts: impl Iterator<Item = (u32, u32)>, lanes: &mut Lanes, gpu: &Gpu) {
-        self.entries.fill(-1);
-        for (expert, slot) in experts {
-            self.entries[expert as usize] = slot as i32;
+    /// Computes the routes of these experts, as many at a time as there are slots.
+    fn run(
+        &mut self,
+        experts: &[u32],
+        pool: &ExpertPool,
+        bank: &WgpuHostMemory,
+        commands: &mut Commands<'_>,
+        staging: &mut Staging,
+    ) -> Result<()> {
+        let bytes = pool.record.bytes;
+        for experts in experts.chunks(self.n_slots) {
+            self.entries.fill(-1);
+            for (slot, &expert) in experts.iter().enumerate() {
+                self.entries[expert as usize] = slot as i32;
+                commands.bring(staging, bank, expert as usize * bytes, &self.slots, slot * bytes, bytes)?;
+            }
+            // A write does not wait for what is not submitted.
+            commands.submit();
+            commands.lanes.write(&self.table, 0, bytemuck::cast_slice(&self.entries));
+            commands.dispatch(&self.dispatches);
         }
-        lanes.write(&self.table, 0, bytemuck::cast_slice(&self.entries));
-        submit(lanes, &self.dispatches, gpu);
+        Ok(())
     }
 }
 
@@ -61,76 +117,97 @@ pub(crate) struct RoutePoint {
     pool: Arc<ExpertPool>,
     layer: u32,
     hits: Vec<Dispatch>,
-    arrivals: Visitors,
-    guests: Visitors,
-    /// Records that `guests` reads.
-    guest_slots: wgpu::Buffer,
-    n_guests: usize,
+    /// What the host wrote, where the device reads it.
+    letter: wgpu::Buffer,
+    changes: Vec<Dispatch>,
+    /// The routes of the experts that the letter names.
+    named: Vec<Dispatch>,
+    /// Where the device cannot read the layer's bank.
+    guests: Option<Guests>,
     /// Ids, weights and rows on their way to the host.
     asked: wgpu::Buffer,
     ids: Vec<i32>,
     weights: Vec<f32>,
     rows: Vec<f32>,
-    /// What the host computes, `[n_rows, top_k, hidden]`.
-    host_rows: Vec<f32>,
     reply: RouteReply,
 }
 
 impl RoutePoint {
-    pub(crate) fn record(mlp: &ExpertMlp, recorder: &mut Recorder<'_>) -> Self {
+    pub(crate) fn record(mlp: &ExpertMlp, desk: &mut Desk, recorder: &mut Recorder<'_>) -> Result<Self> {
         let Experts::Pool { pool, layer } = &mlp.experts else { unreachable!("refused by `supports`") };
         let (n, top_k, hidden) = (mlp.p.n_rows as usize, mlp.p.top_k as usize, mlp.p.hidden as usize);
-        let guest_bytes = GUEST_BYTES.min(recorder.gpu.max_binding());
-        let n_guests = (guest_bytes / pool.record.bytes).clamp(1, pool.n_experts);
-        let guest_slots =
-            recorder.scratch.get(recorder.gpu, "route_point.guest_slots", n_guests * pool.record.bytes);
-        let in_pool = || Places::of_pool(pool, *layer, recorder);
-        let (places, arrived) = (in_pool(), in_pool());
-        let guest_places =
-            Places { chunks: vec![guest_slots.clone()], slots_per_chunk: n_guests as u32, ..in_pool() };
-        expert_mlp::record_at(mlp, pool, &places, recorder);
+        let n_experts = pool.n_experts;
+        let letter_bytes = 4 * (n_experts + 1 + 2 * most_changes(n_experts));
+        desk.reserve(letter_bytes, 4 * n * top_k * hidden, recorder.gpu)?;
+        recorder.work = mlp.flops().max(mlp.bytes());
+
+        expert_mlp::record_at(mlp, pool, &Places::of_pool(pool, *layer, recorder), recorder);
         let hits = std::mem::take(&mut recorder.dispatches);
+
+        let letter = recorder.scratch.get(recorder.gpu, "route_point.letter", letter_bytes);
+        let table = recorder.words(&pool.table, pool.n_layers * n_experts);
+        recorder.call(Call {
+            kernel: &TABLE_CHANGES,
+            constants: Vec::new(),
+            params: &[table.at(4), n_experts as u32],
+            slots: vec![table, Slot::whole(&letter)],
+            chunks: &[],
+            workgroups: [1, 1, 1],
+        });
+        let changes = std::mem::take(&mut recorder.dispatches);
+
+        let bank = Bank::of_pool(pool, *layer, recorder.gpu);
+        let needs_guests = bank.is_err() && !pool.banks.is_empty();
+        let places = Places {
+            table: Slot::whole(&letter),
+            first_entry: 0,
+            banked: IN_PLACE,
+            bank: bank.unwrap_or_default(),
+            ..Places::of_pool(pool, *layer, recorder)
+        };
+        expert_mlp::record_at(mlp, pool, &places, recorder);
+        let named = std::mem::take(&mut recorder.dispatches);
         let asked = recorder.gpu.device.create_buffer(&BufferDescriptor {
             label: None,
             size: 4 * (2 * n * top_k + n * hidden) as u64,
             usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
             mapped_at_creation: false,
         });
-        RoutePoint {
-            arrivals: Visitors::record(mlp, pool, "route_point.arrivals", arrived, recorder),
-            guests: Visitors::record(mlp, pool, "route_point.guests", guest_places, recorder),
+        Ok(RoutePoint {
+            guests: needs_guests.then(|| Guests::record(mlp, pool, recorder)),
             mlp: mlp.clone(),
             pool: pool.clone(),
             layer: *layer,
             hits,
-            guest_slots,
-            n_guests,
+            letter,
+            changes,
+            named,
             asked,
             ids: vec![0; n * top_k],
             weights: vec![0.0; n * top_k],
             rows: vec![0.0; n * hidden],
-            host_rows: vec![0.0; n * top_k * hidden],
-            reply: RouteReply::with_capacity(pool.n_experts),
-        }
+            reply: RouteReply::with_capacity(n_experts),
+        })
     }
 
     /// Asks the host and does what it answers.
     pub(crate) fn replay(
         &mut self,
-        lanes: &mut Lanes,
+        commands: &mut Commands<'_>,
         staging: &mut Staging,
-        gpu: &Gpu,
+        desk: &mut Desk,
         server: &mut dyn RouteServer,
     ) -> Result<()> {
-        let seq = self.send_question(lanes);
-        submit(lanes, &self.hits, gpu);
-        self.read_question(lanes, seq)?;
+        let seq = self.send_question(commands);
+        commands.dispatch(&self.hits);
+        commands.submit();
+        self.read_question(commands, seq)?;
         let mut reply = std::mem::take(&mut self.reply);
         reply.clear();
         let done = server
             .answer(&self.ask(), &mut reply)
-            .and_then(|()| self.follow(&reply, lanes, staging, gpu))
-            .and_then(|()| self.take_host_rows(&reply.host, lanes, staging, server));
+            .and_then(|()| self.follow(&reply, commands, staging, desk))
+            .and_then(|()| self.take_host_rows(&reply.host, commands, staging, desk, server));
         self.reply = reply;
         done
     }
@@ -141,9 +218,8 @@ impl RoutePoint {
         RouteAsk { layer: *layer, n_rows, top_k, ids, weights, rows, link: None }
     }
 
-    /// Copies what the host decides by.
-    fn send_question(&self, lanes: &mut Lanes) -> u64 {
-        let mut encoder = lanes.encoder();
+    /// Sends what the host decides by, with everything before it.
+    fn send_question(&self, commands: &mut Commands<'_>) -> u64 {
         let mut end = 0;
         let parts = [
             (&self.mlp.ids, self.ids.len()),
@@ -151,17 +227,15 @@ impl RoutePoint {
             (&self.mlp.x, self.rows.len()),
         ];
         for (view, words) in parts {
-            let bytes = 4 * words as u64;
-            let start = view.range().start as u64;
-            encoder.copy_buffer_to_buffer(buffer(view.buffer()), start, &self.asked, end, Some(bytes));
-            end += bytes;
+            commands.copy(buffer(view.buffer()), view.range().start, &self.asked, end, 4 * words);
+            end += 4 * words;
         }
-        lanes.submit(Some(encoder))
+        commands.submit()
     }
 
-    fn read_question(&mut self, lanes: &Lanes, seq: u64) -> Result<()> {
+    fn read_question(&mut self, commands: &Commands<'_>, seq: u64) -> Result<()> {
         let RoutePoint { ids, weights, rows, asked, .. } = self;
-        lanes.mapped(asked, asked.size(), seq, |bytes| {
+        commands.lanes.mapped(asked, asked.size(), seq, |bytes| {
             let (id_bytes, rest) = bytes.split_at(4 * ids.len());
             let (weight_bytes, row_bytes) = rest.split_at(4 * weights.len());
             bytemuck::cast_slice_mut(ids).copy_from_slice(id_bytes);
@@ -170,61 +244,70 @@ impl RoutePoint {
         })
     }
 
-    /// Does what the reply says.
+    /// Sends what the reply says, and the experts' work.
     fn follow(
         &mut self,
         reply: &RouteReply,
-        lanes: &mut Lanes,
+        commands: &mut Commands<'_>,
         staging: &mut Staging,
-        gpu: &Gpu,
+        desk: &mut Desk,
     ) -> Result<()> {
         self.check(reply)?;
-        let RoutePoint { pool, layer, .. } = self;
-        let table = (buffer(pool.table.buffer()), pool.table.range().start as u64);
-        for change in &reply.table {
-            lanes.write(table.0, table.1 + 4 * u64::from(change.entry), &change.slot.to_le_bytes());
+        let RoutePoint { pool, layer, guests, .. } = self;
+        let in_place = if guests.is_none() { &reply.read_in_place[..] } else { &[] };
+        let names_any = !(reply.fetch.is_empty() && in_place.is_empty());
+        if names_any || !reply.table.is_empty() {
+            let letter = desk.letter.as_mut().expect("reserved when the point was recorded");
+            let n_words = write_letter(letter, pool.n_experts, reply, in_place);
+            commands.bring(staging, letter, 0, &self.letter, 0, 4 * n_words)?;
         }
+        if !reply.table.is_empty() {
+            commands.dispatch(&self.changes);
+        }
+        let bytes = pool.record.bytes;
+        let bank = pool.banks.get(*layer as usize).and_then(|bank| bank.downcast::<WgpuHostMemory>());
+        let bank = || bank.expect("a bank of this backend: `check` saw that there is one");
         for &(expert, slot) in &reply.fetch {
             let slot = pool.slot(slot as usize);
-            let at = slot.range().start as u64;
-            staging.upload(lanes, buffer(slot.buffer()), at, pool.banked(*layer, expert))?;
+            let (to, at) = (buffer(slot.buffer()), slot.range().start);
+            commands.bring(staging, bank(), expert as usize * bytes, to, at, bytes)?;
         }
-        if !reply.fetch.is_empty() {
-            self.arrivals.run(reply.fetch.iter().copied(), lanes, gpu);
+        if names_any {
+            commands.dispatch(&self.named);
         }
-        for experts in reply.read_in_place.chunks(self.n_guests) {
-            for (guest, &expert) in experts.iter().enumerate() {
-                let at = (guest * pool.record.bytes) as u64;
-                staging.upload(lanes, &self.guest_slots, at, pool.banked(*layer, expert))?;
-            }
-            self.guests.run(experts.iter().copied().zip(0..), lanes, gpu);
+        if let Some(guests) = guests.as_mut().filter(|_| !reply.read_in_place.is_empty()) {
+            guests.run(&reply.read_in_place, pool, bank(), commands, staging)?;
         }
+        commands.submit();
         Ok(())
     }
 
     /// Lets the host compute its rows while the device works; each goes to its own place.
     fn take_host_rows(
-        &mut self,
+        &self,
         host: &[u32],
-        lanes: &mut Lanes,
+        commands: &mut Commands<'_>,
         staging: &mut Staging,
+        desk: &mut Desk,
         server: &mut dyn RouteServer,
     ) -> Result<()> {
         if host.is_empty() {
             return Ok(());
         }
-        let mut rows = std::mem::take(&mut self.host_rows);
-        let computed = server.compute(&self.ask(), host, &mut rows);
-        self.host_rows = rows;
-        computed?;
-        let hidden = self.mlp.p.hidden as usize;
+        let rows = desk.rows.as_mut().expect("reserved when the point was recorded");
+        let row_bytes = 4 * self.mlp.p.hidden as usize;
+        let taken = &mut rows.bytes_mut()[..self.ids.len() * row_bytes];
+        server.compute(&self.ask(), host, bytemuck::cast_slice_mut(taken))?;
         let (parts, start) = (buffer(self.mlp.parts.buffer()), self.mlp.parts.range().start);
-        for (route, &id) in self.ids.iter().enumerate() {
-            if id >= 0 && host.contains(&(id as u32)) {
-                let row = &self.host_rows[route * hidden..(route + 1) * hidden];
-                let at = (start + 4 * route * hidden) as u64;
-                staging.upload(lanes, parts, at, bytemuck::cast_slice(row))?;
+        let is_host = |id: &i32| *id >= 0 && host.contains(&(*id as u32));
+        let mut route = 0;
+        // Neighbours go together.
+        for run in self.ids.chunk_by(|a, b| is_host(a) == is_host(b)) {
+            if is_host(&run[0]) {
+                let at = route * row_bytes;
+                commands.bring(staging, rows, at, parts, start + at, run.len() * row_bytes)?;
             }
+            route += run.len();
         }
         Ok(())
     }
@@ -245,6 +328,9 @@ impl RoutePoint {
         {
             return Err(self.failed("the reply names a slot that the pool does not have"));
         }
+        if reply.table.len() > most_changes(pool.n_experts) {
+            return Err(self.failed("the reply changes more entries than a layer has experts to come and go"));
+        }
         if pool.banks.is_empty() && !(reply.fetch.is_empty() && reply.read_in_place.is_empty()) {
             return Err(self.failed("the reply wants records, and the pool has no host banks"));
         }
@@ -254,4 +340,24 @@ impl RoutePoint {
     fn failed(&self, why: &str) -> Error {
         Error::StepFailed { layer: self.layer, why: why.into() }
     }
+}
+
+/// Writes a reply down; how many words it takes.
+fn write_letter(
+    letter: &mut WgpuHostMemory,
+    n_experts: usize,
+    reply: &RouteReply,
+    in_place: &[u32],
+) -> usize {
+    let words: &mut [i32] = bytemuck::cast_slice_mut(letter.bytes_mut());
+    let (entries, rest) = words.split_at_mut(n_experts);
+    entries.fill(-1);
+    reply.fetch.iter().for_each(|&(expert, slot)| entries[expert as usize] = slot as i32);
+    in_place.iter().for_each(|&expert| entries[expert as usize] = IN_PLACE);
+    let (n_changes, changes) = rest.split_at_mut(1);
+    n_changes[0] = reply.table.len() as i32;
+    for (words, change) in changes.chunks_exact_mut(2).zip(&reply.table) {
+        words.copy_from_slice(&[change.entry as i32, change.slot]);
+    }
+    n_experts + 1 + 2 * reply.table.len()
 }

@@ -12,7 +12,8 @@ use crate::{
     device::Gpu,
     dispatch::{Call, Recorder, format_code},
     kernels::{EXPERT_MLP_FEW, EXPERT_MLP_GEMV, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
-    memory::{Slot, buffer},
+    memory::Slot,
+    places::{Bank, Places, max_window},
 };
 
 /// Routes whose ids every workgroup can search for those of its expert.
@@ -21,39 +22,16 @@ const SEARCHED_ROUTES: u32 = 256;
 const FEW_ROUTES: u32 = 16;
 /// Routes of a tile in that case.
 const FEW_TILE: u32 = 16;
-/// Buffers that the kernels bind beside chunks.
-const OTHER_BUFFERS: u32 = 5;
 /// Routes and outputs of a tile where there are more.
 const TILE: u32 = 64;
-
-/// Where experts are found: a table of slots, and the chunks that hold them.
-pub(crate) struct Places {
-    /// i32: the slot of each expert of a layer, or -1, from `first_entry` on.
-    pub(crate) table: Slot,
-    /// The layer's first entry.
-    pub(crate) first_entry: u32,
-    /// Slots, in order.
-    pub(crate) chunks: Vec<wgpu::Buffer>,
-    /// Slots of a chunk.
-    pub(crate) slots_per_chunk: u32,
-}
-
-impl Places {
-    /// All slots of a pool, through its own table.
-    pub(crate) fn of_pool(pool: &ExpertPool, layer: u32, recorder: &Recorder<'_>) -> Self {
-        Places {
-            table: recorder.words(&pool.table, pool.n_layers * pool.n_experts),
-            first_entry: pool.entry(layer, 0) as u32,
-            chunks: pool.chunks.iter().map(|chunk| buffer(chunk).clone()).collect(),
-            slots_per_chunk: pool.slots_per_chunk as u32,
-        }
-    }
-}
 
 /// What the device lacks for it.
 pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
     pool_only(&op.experts)?;
-    let Experts::Pool { pool, .. } = &op.experts else { return Ok(()) };
+    let Experts::Pool { pool, layer } = &op.experts else { return Ok(()) };
+    if op.p.in_place > 0 {
+        Bank::of_pool(pool, *layer, gpu)?;
+    }
     let largest = pool.chunks.iter().map(|chunk| chunk.bytes()).max().unwrap_or(0);
     if largest > gpu.max_binding() {
         return Err(format!(
@@ -76,11 +54,15 @@ pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
 
 pub(super) fn record(op: &ExpertMlp, recorder: &mut Recorder<'_>) {
     let Experts::Pool { pool, layer } = &op.experts else { unreachable!("refused by `supports`") };
-    let places = Places::of_pool(pool, *layer, recorder);
+    let mut places = Places::of_pool(pool, *layer, recorder);
+    if op.p.in_place > 0 {
+        places.banked = -1;
+        places.bank = Bank::of_pool(pool, *layer, recorder.gpu).expect("refused by `supports`");
+    }
     record_at(op, pool, &places, recorder);
 }
 
-/// Computes the routes whose expert has a slot in `places`, and leaves the others alone.
+/// Computes the routes whose expert lies in `places`, and leaves the others alone.
 pub(crate) fn record_at(op: &ExpertMlp, pool: &ExpertPool, places: &Places, recorder: &mut Recorder<'_>) {
     let n_routes = (op.p.n_rows * op.p.top_k) as usize;
     let inner =
@@ -209,14 +191,7 @@ fn elements(pool: &ExpertPool, bytes: usize) -> u32 {
     (bytes / pool.record.format.row_bytes(1)) as u32
 }
 
-/// Chunks that one dispatch binds: as many as the device allows, and no more than there are.
-fn window(gpu: &Gpu, n_chunks: usize) -> usize {
-    let most = (gpu.limits.max_storage_buffers_per_shader_stage - OTHER_BUFFERS) as usize;
-    let fits = [8, 4, 2, 1].into_iter().find(|&w| w <= most).expect("checked when the adapter was opened");
-    n_chunks.next_power_of_two().min(fits)
-}
-
-/// Dispatches one half for each window of chunks.
+/// Dispatches one half for each window of chunks: those of the pool, then those of the bank.
 fn windows(
     half: &Half,
     op: &ExpertMlp,
@@ -227,22 +202,32 @@ fn windows(
 ) {
     let n_routes = op.p.n_rows * op.p.top_k;
     let weights = recorder.words(&op.weights, n_routes as usize);
-    let window = window(recorder.gpu, places.chunks.len());
+    let all: Vec<&Slot> = places.chunks.iter().chain(&places.bank.windows).collect();
+    let window = all.len().next_power_of_two().min(max_window(recorder.gpu));
     let outputs = walk.outputs[half.down as usize];
     let own = [("FORMAT", format_code(pool.record.format)), ("DOWN", half.down as u32), ("OUTPUTS", outputs)];
     let constants = [&walk.constants[..], &own].concat();
-    for (i, chunks) in places.chunks.chunks(window).enumerate() {
-        let mut bound = chunks.to_vec();
-        bound.resize(window, chunks.last().expect("a window has a chunk").clone());
+    let n_pooled = places.chunks.len();
+    // The slots, or the experts in the bank, that lie in the first `n` chunks.
+    let slots = |n: usize| (n.min(n_pooled) * places.slots_per_chunk) as u32;
+    let banked = |n: usize| (n.saturating_sub(n_pooled) * places.bank.per_window) as u32;
+    for (i, chunks) in all.chunks(window).enumerate() {
+        let mut bound: Vec<Slot> = chunks.iter().copied().cloned().collect();
+        bound.resize(window, bound[0].clone());
+        let (first, end) = (i * window, i * window + chunks.len());
         let params = [
             n_routes,
             op.p.top_k,
             half.in_features,
             half.out_features,
             places.first_entry,
-            places.slots_per_chunk,
-            (i * window) as u32 * places.slots_per_chunk,
-            chunks.len() as u32 * places.slots_per_chunk,
+            places.slots_per_chunk.max(1) as u32,
+            slots(first),
+            slots(end) - slots(first),
+            places.banked as u32,
+            places.bank.per_window.max(1) as u32,
+            banked(first),
+            banked(end) - banked(first),
             (pool.record.bytes / 16) as u32,
             half.weight_start,
             half.up_start,

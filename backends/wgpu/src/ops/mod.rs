@@ -51,7 +51,6 @@ pub(crate) fn supports(op: &Op, gpu: &Gpu) -> Result<(), String> {
         Op::Route(op) if op.p.n_experts as usize > route::MAX_EXPERTS => {
             Err(format!("{} experts; it routes among {} at most", op.p.n_experts, route::MAX_EXPERTS))
         }
-        Op::ExpertMlp(op) if op.p.in_place > 0 => Err("experts in place need a route point".into()),
         Op::ExpertMlp(op) => expert_mlp::supports(op, gpu),
         _ => Ok(()),
     }
