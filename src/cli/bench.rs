@@ -1,21 +1,26 @@
 //! `freetoken bench`: how fast a model runs here, beside what the machine's memory would allow.
 
+mod cache;
 mod elastic;
 mod experts;
 mod ops;
+mod plot;
 mod route_points;
 mod steps;
 mod subject;
 mod table;
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, Result};
-use clap::{ArgGroup, Args};
+use clap::{ArgGroup, Args, builder::ArgPredicate};
 use freetoken_backend::Caps;
 use serde_json::{Value, json};
 
-use self::{subject::Subject, table::Table};
+use self::{cache::TraceSource, subject::Subject, table::Table};
 use super::{
     memory::MemoryArgs,
     model::DeviceArgs,
@@ -27,7 +32,7 @@ use crate::devices::ReadProbe;
 /// How often memory is read to learn how fast it is.
 const READ_PASSES: usize = 8;
 
-/// Measure speed: prompts, decode steps, single ops, experts alone, or route points.
+/// Measure speed: prompts, decode steps, single ops, experts alone, route points, or an expert cache by a trace.
 ///
 /// Tokens are random and never those that the model draws, since random weights fall into cycles. A decode step must read
 /// each weight once, of the experts those that its tokens choose, and the cache of its sequences; "% of read" is the rate at
@@ -36,8 +41,10 @@ const READ_PASSES: usize = 8;
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("what").args(["model", "like", "config"]),
+    group = ArgGroup::new("behind a cache").args(["elastic", "cache_trace"]),
     after_help = "Examples:\n  freetoken bench --like qwen3-30b-a3b --layers 8 --prompt 512,2048 --depth 0,4096 --batch 1,4\n  \
-                  freetoken bench --model DIR --ops\n  freetoken bench --expert-mlp --csv experts.csv\n  freetoken bench --route-points"
+                  freetoken bench --model DIR --ops\n  freetoken bench --expert-mlp --csv experts.csv\n  freetoken bench --route-points\n  \
+                  freetoken bench --cache-trace zipf:1.0 --cache 10,25,50 --plot hits.svg"
 )]
 pub(super) struct BenchArgs {
     /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
@@ -74,15 +81,31 @@ pub(super) struct BenchArgs {
     /// Measure experts behind a cache instead: every way of treating misses, beside the bound.
     #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "route_points"])]
     elastic: bool,
-    /// With --elastic: shares of the experts that have a slot, in per cent.
+    /// Measure nothing and replay routes instead: hit rates of each policy beside the bound, and steps a second of each way of
+    /// treating misses in virtual time. Routes from a file of `freetoken trace`, or drawn: uniform, zipf:S, or drift:S, where
+    /// what is popular changes.
+    #[arg(long, value_name = "FILE|LAW", conflicts_with_all = ["ops", "expert_mlp", "route_points", "elastic", "what"])]
+    cache_trace: Option<TraceSource>,
+    /// With --elastic or --cache-trace: shares of the experts that have a slot, in per cent
+    /// [default: 50,25, and for a trace 5,10,15,25,35,50,75,90].
     #[arg(
         long,
         value_name = "PERCENT,...",
         value_delimiter = ',',
+        hide_default_value = true,
         default_value = "50,25",
-        requires = "elastic"
+        default_value_if("cache_trace", ArgPredicate::IsPresent, "5,10,15,25,35,50,75,90"),
+        value_parser = per_cent,
+        requires = "behind a cache"
     )]
     cache: Vec<f64>,
+    /// With --cache-trace: rates of the machine, as $FREETOKEN_HOME/probes keeps them [default: an H200 with 16 CPU cores]. What
+    /// is not experts takes as long as on that H200.
+    #[arg(long, value_name = "FILE", requires = "cache_trace")]
+    rates: Option<PathBuf>,
+    /// With --cache-trace: also draw the hit rates.
+    #[arg(long, value_name = "FILE.svg", requires = "cache_trace")]
+    plot: Option<PathBuf>,
     /// Also write the table as CSV, in seconds and bytes.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -95,7 +118,16 @@ pub(super) struct BenchArgs {
     memory: MemoryArgs,
 }
 
+/// A share in per cent.
+fn per_cent(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| (0.0..=100.0).contains(share));
+    share.ok_or_else(|| "a share is from 0 to 100".into())
+}
+
 pub(super) fn run(args: BenchArgs) -> Result<()> {
+    if let Some(source) = &args.cache_trace {
+        return cache::run(&args, source);
+    }
     if args.expert_mlp || args.route_points {
         let backend = args.device.open()?;
         let probe = ReadProbe::new(&*backend)?;
@@ -126,6 +158,10 @@ pub(super) fn run(args: BenchArgs) -> Result<()> {
         .print(&args)
 }
 
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
 /// What was measured, and beside what it must be read.
 struct Report<'a> {
     subject: String,
@@ -140,7 +176,7 @@ struct Report<'a> {
 impl Report<'_> {
     fn print(&self, args: &BenchArgs) -> Result<()> {
         if let Some(path) = &args.csv {
-            fs::write(path, self.table.csv()).with_context(|| format!("cannot write {}", path.display()))?;
+            write(path, &self.table.csv())?;
         }
         if args.json { print_line(&self.json().to_string()) } else { print_line(&self.text()) }
     }

@@ -11,6 +11,7 @@ mod run;
 mod selftest;
 mod synth;
 mod terminal;
+mod trace;
 
 use std::sync::LazyLock;
 
@@ -40,6 +41,7 @@ enum Command {
     Devices(devices::DevicesArgs),
     Synth(synth::SynthArgs),
     Bench(bench::BenchArgs),
+    Trace(trace::TraceArgs),
     Selftest(selftest::SelftestArgs),
 }
 
@@ -63,6 +65,7 @@ impl Cli {
             Command::Devices(args) => devices::run(args),
             Command::Synth(args) => synth::run(args),
             Command::Bench(args) => bench::run(args),
+            Command::Trace(args) => trace::run(args),
             Command::Selftest(args) => selftest::run(args),
         }
     }

@@ -102,11 +102,8 @@ impl Engine {
             }
             *kv = KvCache { view, format: kv.format, n_pages };
         }
-        let mut next = 1;
-        for page in sequences.iter_mut().flat_map(|sequence| &mut sequence.pages) {
-            *page = next;
-            next += 1;
-        }
+        let pages = sequences.iter_mut().flat_map(|sequence| &mut sequence.pages);
+        pages.zip(1..).for_each(|(page, number)| *page = number);
         self.limits.n_pages = n_pages;
         self.pool = BlockPool::with_used(n_pages, used.len());
         Ok(())

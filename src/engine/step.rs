@@ -2,7 +2,12 @@
 //!
 //! A decode step allocates nothing.
 
-use std::{collections::HashMap, iter::once, ops::Range, sync::Arc};
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    iter::once,
+    ops::Range,
+    sync::Arc,
+};
 
 use freetoken_backend::{Backend, Caps, NoRoutePoints, PAGE_TOKENS, Program, Stage};
 
@@ -276,13 +281,16 @@ impl Engine {
         self.make_room(sequence, n)?;
         let bucket = n.next_power_of_two();
         let Engine { backend, model, batch, layered, elastic, input, .. } = self;
-        if !layered.contains_key(&bucket) {
-            let elastic = elastic.as_deref().expect("asked for by an engine with a cache");
-            let batch = batch.bucket(bucket).with_shared_ids();
-            let stages = programs::stages(Kind::Prefill, &**model, &batch);
-            layered.insert(bucket, Layered::record(&**backend, batch, stages, elastic)?);
-        }
-        let batch = &layered[&bucket].batch;
+        let recorded = match layered.entry(bucket) {
+            Entry::Occupied(there) => there.into_mut(),
+            Entry::Vacant(place) => {
+                let elastic = elastic.as_deref().expect("asked for by an engine with a cache");
+                let batch = batch.bucket(bucket).with_shared_ids();
+                let stages = programs::stages(Kind::Prefill, &**model, &batch);
+                place.insert(Layered::record(&**backend, batch, stages, elastic)?)
+            }
+        };
+        let batch = &recorded.batch;
         input.put_rows(batch, once(&*sequence), n);
         backend.write(&batch.input, input.rows(batch))?;
         Ok(bucket)

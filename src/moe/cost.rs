@@ -141,17 +141,20 @@ impl Rates {
     }
 
     /// What the experts of a step of `n_layers` are expected to take, for the choice between two programs. `n_hits` and
-    /// `n_misses` are means of a layer; each miss counts as one row.
+    /// `n_misses` are means of a layer; each miss counts as one row, and up to `n_behind` of those that are read in place cross
+    /// the link once more, into a slot.
     pub fn expected_step(
         &self,
         expert: ExpertCost,
         n_layers: usize,
         n_hits: f64,
         n_misses: f64,
+        n_behind: usize,
     ) -> StepSeconds {
         let hits_seconds = self.hits_seconds(expert, n_hits);
+        let crossings = n_misses + n_misses.min(n_behind as f64);
         let in_place =
-            hits_seconds + n_misses * expert.record_bytes as f64 / self.link_alone + self.combine_seconds;
+            hits_seconds + crossings * expert.record_bytes as f64 / self.link_alone + self.combine_seconds;
         let n_misses = n_misses.clamp(0.0, (EXPECTED_ROWS.len() - 1) as f64);
         let fewer = n_misses.floor() as usize;
         let co_executed_at = |m: usize| {
@@ -352,11 +355,11 @@ mod tests {
     #[test]
     fn few_misses_are_read_in_place_and_many_are_shared() {
         let slow_reply = Rates { reply_seconds: 63e-6, ..BOX };
-        let few = slow_reply.expected_step(Q30, 24, 7.8, 0.2);
+        let few = slow_reply.expected_step(Q30, 24, 7.8, 0.2, 0);
         assert!(few.in_place < few.co_executed, "{few:?}");
-        let many = slow_reply.expected_step(Q30, 24, 2.0, 6.0);
+        let many = slow_reply.expected_step(Q30, 24, 2.0, 6.0, 0);
         assert!(many.co_executed < many.in_place, "{many:?}");
-        let between = [0.0, 0.5, 1.0].map(|m| BOX.expected_step(Q30, 24, 8.0, m).co_executed);
+        let between = [0.0, 0.5, 1.0].map(|m| BOX.expected_step(Q30, 24, 8.0, m, 0).co_executed);
         assert!(close(between[1], (between[0] + between[2]) / 2.0));
     }
 

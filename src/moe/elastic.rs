@@ -10,15 +10,14 @@ use freetoken_backend::{
 
 use super::{
     Choices, Counters, ExpertBanks, ExpertCost, ExpertStream, HostExperts, LayerStep, Mode, Observed,
-    PlanError, Planned, Planner, PlannerOptions, Policy, Rates, StepKind, Streamed, probe,
+    PlanError, Planned, Planner, PlannerOptions, Policy, Rates, StepKind, Streamed, plan::FETCHED_BEHIND,
+    probe,
 };
 
 /// Largest chunk of a pool: what is freed and given to another pool at a time.
 const CHUNK_BYTES: usize = 256 << 20;
 /// The same where a device takes few buffers at a time.
 const FEW_BUFFERS: u32 = 64;
-/// Misses of a layer that a step in place brings into slots.
-const FETCHED_BEHIND: usize = 1;
 
 /// How experts that have no place on the device are treated.
 #[derive(Clone)]

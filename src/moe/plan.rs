@@ -13,6 +13,9 @@ use super::{
 /// Weight of one route point in the means of hits and misses.
 const MEAN_WEIGHT: f64 = 1.0 / 256.0;
 
+/// Misses of a layer that are brought into slots behind a step that read them in place.
+pub const FETCHED_BEHIND: usize = 1;
+
 /// Where misses are computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mode {
@@ -360,15 +363,17 @@ impl Planner {
     /// What the experts of the next step are expected to take in either program; `None` before the first route point.
     pub fn expected_step(&self) -> Option<StepSeconds> {
         let (n_hits, n_misses) = self.means?;
-        Some(self.rates().expected_step(self.options.expert, self.options.n_layers, n_hits, n_misses))
+        let PlannerOptions { expert, n_layers, choices, .. } = self.options;
+        let n_behind = if choices.fetch { FETCHED_BEHIND } else { 0 };
+        Some(self.rates().expected_step(expert, n_layers, n_hits, n_misses, n_behind))
     }
 
     /// The program for the next step, of those that mode and device allow.
     pub fn next_step(&self) -> StepKind {
         let in_place = self.options.choices.read_in_place;
         match self.options.mode {
-            Mode::Gpu if in_place => StepKind::InPlace,
-            Mode::Auto if in_place => match self.expected_step() {
+            Mode::Gpu if in_place && !self.options.choices.fetch => StepKind::InPlace,
+            Mode::Auto | Mode::Gpu if in_place => match self.expected_step() {
                 Some(step) if step.in_place <= step.co_executed => StepKind::InPlace,
                 _ => StepKind::CoExecuted,
             },
@@ -564,7 +569,9 @@ mod tests {
         };
         assert_eq!(after_eight_routes(0), StepKind::CoExecuted);
         assert_eq!(after_eight_routes(8), StepKind::InPlace);
-        assert_eq!(Planner::new(options(Mode::Gpu, ALL, 8)).unwrap().next_step(), StepKind::InPlace);
+        let no_slots = Choices { fetch: false, ..ALL };
+        assert_eq!(Planner::new(options(Mode::Gpu, no_slots, 0)).unwrap().next_step(), StepKind::InPlace);
+        assert_eq!(Planner::new(options(Mode::Gpu, ALL, 8)).unwrap().next_step(), StepKind::CoExecuted);
         assert_eq!(Planner::new(options(Mode::Hybrid, ALL, 8)).unwrap().next_step(), StepKind::CoExecuted);
     }
 

@@ -69,12 +69,12 @@ __device__ __forceinline__ bool wait_for_host(const Bell& b, u32 word, u32& valu
   return false;
 }
 
-// to[i] = load(from + i) of n words, eight a thread under way: each trip over the link takes as long as many loads.
-template <u32 THREADS, class Load>
-__device__ __forceinline__ void copy_words(u32* to, const u32* from, u32 n, Load load) {
-  constexpr u32 LOADS = 8;
+// to[i] = load(from + i) of n elements, four a thread under way: each trip over the link takes as long as many loads.
+template <u32 THREADS, class T, class Load>
+__device__ __forceinline__ void copy(T* to, const T* from, u32 n, Load load) {
+  constexpr u32 LOADS = 4;
   for (u32 start = threadIdx.x; start < n; start += LOADS * THREADS) {
-    u32 v[LOADS];
+    T v[LOADS];
 #pragma unroll
     for (u32 j = 0; j < LOADS; j++) {
       if (start + j * THREADS < n) v[j] = load(from + start + j * THREADS);
@@ -84,6 +84,12 @@ __device__ __forceinline__ void copy_words(u32* to, const u32* from, u32 n, Load
       if (start + j * THREADS < n) to[start + j * THREADS] = v[j];
     }
   }
+}
+
+// The same of n words that the host wrote; both ends have room up to a multiple of four, and start at one.
+template <u32 THREADS>
+__device__ __forceinline__ void copy_from_host(u32* to, const u32* from, u32 n) {
+  copy<THREADS>((uint4*)to, (const uint4*)from, (n + 3) / 4, load_from_host);
 }
 
 // One block.
@@ -109,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(512) bell_ring(Bell b) {
   for (u32 expert = threadIdx.x; expert < b.n_experts; expert += 512) b.asked_table[expert] = table[expert];
   const bool asks = __syncthreads_or(misses);
   if (asks) {
-    copy_words<512>((u32*)b.asked_rows, (const u32*)b.x, b.n_rows * b.hidden, [](const u32* p) { return *p; });
+    copy<512>(b.asked_rows, b.x, b.n_rows * b.hidden, [](const float* p) { return *p; });
   }
   if (threadIdx.x == 0) {
     b.asked_link[0] = before.fetched_bytes;
@@ -128,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(512) bell_ring(Bell b) {
 
 // Any number of blocks, each waits by itself; the first applies the answer, all fetch.
 extern "C" __global__ void __launch_bounds__(512) bell_take(Bell b, ExpertPlace place, const u64* chunks) {
-  __shared__ u32 answer[MAX_ANSWER];
+  __shared__ alignas(16) u32 answer[MAX_ANSWER];
   __shared__ u32 counts;
   BellState* state = b.state;
   bool answered = false;
@@ -143,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(512) bell_take(Bell b, ExpertPlace 
   }
   const u32 n_fetched = counts & 0xfff, n_changes = counts >> 12 & 0xfff;
   const u32 n_words = min(b.n_experts + 2 * (n_fetched + n_changes), MAX_ANSWER);
-  copy_words<512>(answer, b.answer, n_words, [](const u32* p) { return load_shared_with_host(p); });
+  copy_from_host<512>(answer, b.answer, n_words);
   __syncthreads();
   const u32 *fetched = answer + b.n_experts, *changes = fetched + 2 * n_fetched;
   if (blockIdx.x == 0) {
@@ -189,7 +195,12 @@ extern "C" __global__ void __launch_bounds__(256) bell_rows(Bell b) {
     const int id = b.ids[route];
     if (id < 0 || b.arrivals[id] != ON_HOST) continue;
     const i64 first = (i64)route * b.hidden;
-    copy_words<256>((u32*)b.parts + first, (const u32*)b.rows + first, b.hidden,
-                    [](const u32* p) { return load_shared_with_host(p); });
+    u32* to = (u32*)b.parts + first;
+    const u32* from = (const u32*)b.rows + first;
+    if (b.hidden % 4 == 0 && (u64)to % 16 == 0) {
+      copy_from_host<256>(to, from, b.hidden);
+    } else {
+      copy<256>(to, from, b.hidden, [](const u32* p) { return *(const volatile u32*)p; });
+    }
   }
 }

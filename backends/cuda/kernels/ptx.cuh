@@ -19,14 +19,18 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
   return v;
 }
 
-// A word that the host writes while kernels run.
-__device__ __forceinline__ u32 load_shared_with_host(const u32* p) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+// 16 bytes that the host wrote before it released a word that a thread of this block has acquired, in front of a barrier. Loads
+// of a warp travel together, which those of single shared words do not.
+__device__ __forceinline__ uint4 load_from_host(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
   return v;
 }
 
-// The same of eight bytes.
+// Eight bytes that the host writes while kernels run.
 __device__ __forceinline__ u64 load_shared_with_host(const u64* p) {
   u64 v;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p));

@@ -1,0 +1,184 @@
+//! `freetoken trace`: which experts every token is routed to, in a file that `freetoken bench --cache-trace` replays.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, ensure};
+use clap::{ArgGroup, Args};
+use indicatif::BinaryBytes;
+use serde_json::{Map, json};
+
+use super::{
+    model::ModelArgs,
+    synth::n_distinct,
+    terminal::{Progress, print_line},
+};
+use crate::{
+    chat::template::Prompt,
+    devices,
+    engine::{Engine, Sequence, sampling::SamplingParams},
+    model_files::ModelFiles,
+    models::{Inventory, MoeSizes},
+    moe::{Routing, TraceWriter},
+};
+
+/// Tokens that are routed at a time. Each is a step of the trace all the same.
+const CHUNK: usize = 256;
+
+/// Record which experts the tokens of an answer or a text are routed to.
+///
+/// A step of the trace is one token, as decoding takes it: those of the prompt, then those of the greedy answer, or those of
+/// the text. A text longer than the context is cut into windows that do not overlap.
+#[derive(Debug, Args)]
+#[command(
+    group = ArgGroup::new("what").required(true).args(["prompt", "text"]),
+    after_help = "Examples:\n  freetoken trace --model DIR --prompt \"What is a fox?\" --out routes.trace\n  \
+                  freetoken trace --model DIR --text book.txt --out routes.trace\n  \
+                  freetoken bench --cache-trace routes.trace --plot hits.svg"
+)]
+pub(super) struct TraceArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A prompt that is answered.
+    #[arg(long, short, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// A text that is read as it is.
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// Continue the prompt as it is, without the model's chat template.
+    #[arg(long, requires = "prompt")]
+    raw: bool,
+    /// Tokens of the answer [default: the model's own limit, or what the context holds].
+    #[arg(long, value_name = "N", requires = "prompt", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: Option<u32>,
+    /// Where to write the trace.
+    #[arg(long, short, value_name = "FILE")]
+    out: PathBuf,
+}
+
+pub(super) fn run(args: TraceArgs) -> Result<()> {
+    let files = args.model.files()?;
+    let sizes = Inventory::new(&files.config(), &*devices::reference())?.sizes;
+    let moe = sizes.moe.with_context(|| {
+        format!("{} is a dense model, which routes nothing: give one with experts", files.name())
+    })?;
+    let given = args.tokens(&files)?;
+    ensure!(!given.is_empty(), "there are no tokens to route: give a text");
+    let mut engine = args.model.engine(&files, 1)?;
+    let tokens = match args.text {
+        Some(_) => given,
+        None => args.answered(&files, &mut engine, given)?,
+    };
+    let routes = Routes::of(&mut engine, &moe, &tokens)?;
+    let trace = routes.trace(files.name(), &moe)?;
+    fs::write(&args.out, &trace).with_context(|| format!("cannot write {}", args.out.display()))?;
+    let n_in_use: usize = routes.ids.iter().map(|ids| n_distinct(ids)).sum();
+    print_line(&format!(
+        "{}: {} steps of {} layers, top {}, {n_in_use} of {} experts in use, {}",
+        args.out.display(),
+        tokens.len(),
+        moe.n_layers,
+        moe.top_k,
+        moe.n_layers * moe.n_experts,
+        BinaryBytes(trace.len() as u64)
+    ))
+}
+
+impl TraceArgs {
+    /// The tokens of the text, or those in front of the answer.
+    fn tokens(&self, files: &ModelFiles) -> Result<Vec<u32>> {
+        let tokenizer = files.tokenizer()?;
+        let text = match (&self.text, &self.prompt) {
+            (Some(path), _) => &read_text(path)?,
+            (None, Some(prompt)) => prompt,
+            (None, None) => unreachable!("the arguments require one of the two"),
+        };
+        let Some(template) = files.template().filter(|_| self.text.is_none() && !self.raw) else {
+            return Ok(tokenizer.encode(text, true)?);
+        };
+        let prompt = template.render(&Prompt {
+            messages: &[json!({ "role": "user", "content": text })],
+            tools: None,
+            add_generation_prompt: true,
+            kwargs: &Map::new(),
+            now: jiff::Zoned::now().datetime(),
+        })?;
+        Ok(tokenizer.encode(&prompt, false)?)
+    }
+
+    /// The prompt's tokens and those of the greedy answer, without the one that ends it.
+    fn answered(&self, files: &ModelFiles, engine: &mut Engine, prompt: Vec<u32>) -> Result<Vec<u32>> {
+        let (n_prompt, context) = (prompt.len(), engine.context());
+        ensure!(
+            n_prompt < context,
+            "the prompt has {n_prompt} tokens and the context holds {context}, the answer included: shorten it, or raise \
+             --context"
+        );
+        let generation = files.generation();
+        let max_tokens = self.max_tokens.or(generation.max_new_tokens).map_or(usize::MAX, |n| n as usize);
+        let n_most = max_tokens.min(context - n_prompt);
+        let progress = Progress::tokens("answering", n_most as u64);
+        let mut sequence = Sequence::new(&prompt, SamplingParams::GREEDY, context);
+        let mut drawn =
+            [engine.prefill(&mut sequence, &mut |_| true)?.expect("nobody stops it before its end")];
+        for n_answered in 1..=n_most {
+            if generation.eos_token_ids.contains(&drawn[0]) {
+                break;
+            }
+            sequence.push(drawn[0]);
+            progress.set(n_answered as u64);
+            if n_answered < n_most {
+                engine.decode(&mut [&mut sequence], &mut drawn)?;
+            }
+        }
+        progress.finish();
+        engine.release(&mut sequence);
+        Ok(sequence.tokens().to_vec())
+    }
+}
+
+fn read_text(path: &Path) -> Result<String> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    String::from_utf8(bytes).with_context(|| format!("{} is not UTF-8 text: convert it", path.display()))
+}
+
+/// What the routers chose.
+struct Routes {
+    /// Of each MoE layer `[n_tokens, top_k]`.
+    ids: Vec<Vec<i32>>,
+}
+
+impl Routes {
+    /// Routes tokens, in windows of a context.
+    fn of(engine: &mut Engine, moe: &MoeSizes, tokens: &[u32]) -> Result<Self> {
+        let context = engine.context();
+        let progress = Progress::tokens("routing", tokens.len() as u64);
+        let mut ids = vec![Vec::with_capacity(tokens.len() * moe.top_k); moe.n_layers];
+        for window in tokens.chunks(context) {
+            let mut sequence = Sequence::new(window, SamplingParams::GREEDY, window.len());
+            while !sequence.pending().is_empty() {
+                let n = CHUNK.min(context).min(sequence.pending().len());
+                let routes = engine.trace(&mut sequence, n)?.routes;
+                ids.iter_mut().zip(routes).for_each(|(ids, (more, _))| ids.extend(more));
+                progress.add(n as u64);
+            }
+            engine.release(&mut sequence);
+        }
+        progress.finish();
+        Ok(Routes { ids })
+    }
+
+    /// The bytes of a trace with a step a token.
+    fn trace(&self, model: String, moe: &MoeSizes) -> Result<Vec<u8>> {
+        let &MoeSizes { n_layers, n_experts, top_k, .. } = moe;
+        let mut trace = TraceWriter::new(Vec::new(), Routing { model, n_layers, n_experts, top_k })?;
+        for start in (0..self.ids[0].len()).step_by(top_k) {
+            for (layer, ids) in self.ids.iter().enumerate() {
+                trace.route(layer as u32, &ids[start..start + top_k])?;
+            }
+        }
+        Ok(trace.finish()?)
+    }
+}
