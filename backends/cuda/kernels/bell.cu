@@ -6,7 +6,9 @@
 // for reply, rows and bell; `asked_*` and `answer`, read behind such a word alone. answer u32: [n_experts] arrivals, then
 // (expert, slot) of each record to fetch, then (entry, slot) of each change of the slot table.
 // A layer whose routes all hit rings and waits for nothing. Each wait ends with the host's word, with its abort word, or after
-// a second; then the step has failed, and nothing more is asked or awaited before the host clears `failed`.
+// a second; then the step has failed, and nothing more is asked or awaited before the host clears `failed`. One block alone
+// looks at the host's words and passes them on through memory of the device: looks of several blocks go one after the other,
+// each for more than a microsecond.
 // Bound by the latency of the link; bell_take by its bandwidth.
 #include "expert_mlp_place.cuh"
 
@@ -15,6 +17,8 @@ struct BellState {
   // Number of the last question; whether the step failed; whether an answer is awaited; whether rows are.
   u32 sequence, failed, asks, has_rows;
   u64 fetched_bytes, fetch_start, fetch_end;
+  // The host's last word of each kind, as block 0 passed it on; without a count where the wait came to nothing.
+  u64 passed[2];
 };
 
 // What the kernels of one layer share, by value.
@@ -39,14 +43,13 @@ struct Bell {
   float* asked_weights;
   int* asked_table;
   float* asked_rows;
-  // On the device, of all layers in turn; i32 [n_experts]: a slot, a place in the bank, NOWHERE or ON_HOST.
+  // On the device, of all layers in turn; a copy of `answer`, of which the front says for each expert: a slot, a place in the
+  // bank, NOWHERE or ON_HOST.
   BellState* state;
   int* arrivals;
   u32 n_rows, top_k, hidden, n_experts, first_entry, padding;
 };
 
-constexpr u32 MAX_EXPERTS = 512;
-constexpr u32 MAX_ANSWER = 7 * MAX_EXPERTS;
 // Indices into `words`; the last two are flags.
 constexpr u32 REPLY = 0, ROWS = 1, ABORT = 2, FAILED = 8;
 constexpr int NOWHERE = -1, ON_HOST = -2;
@@ -67,6 +70,22 @@ __device__ __forceinline__ bool wait_for_host(const Bell& b, u32 word, u32& valu
   b.state->failed = 1;
   store_release_to_host(b.words + FAILED, 1);
   return false;
+}
+
+// One thread of block 0 passes a word on, behind everything that the block wrote in front of a barrier.
+__device__ __forceinline__ void pass_on(const Bell& b, u32 word, u32 value) {
+  store_release(b.state->passed + word, (u64)b.state->sequence << 32 | value);
+}
+
+// One thread of another block waits for it. Block 0 gives up after a second; so does this, a little later.
+__device__ __forceinline__ u32 wait_for_block_0(const Bell& b, u32 word) {
+  const u32 sequence = b.state->sequence;
+  const u64 start = nanoseconds();
+  for (;;) {
+    const u64 got = load_acquire(b.state->passed + word);
+    if ((u32)(got >> 32) == sequence) return (u32)got;
+    if (nanoseconds() - start > 2 * LIMIT_NANOSECONDS) return 0;
+  }
 }
 
 // to[i] = load(from + i) of n elements, four a thread under way: each trip over the link takes as long as many loads.
@@ -132,41 +151,47 @@ extern "C" __global__ void __launch_bounds__(512) bell_ring(Bell b) {
   }
 }
 
-// Any number of blocks, each waits by itself; the first applies the answer, all fetch.
+// Any number of blocks: the first waits and applies the answer, all fetch.
 extern "C" __global__ void __launch_bounds__(512) bell_take(Bell b, ExpertPlace place, const u64* chunks) {
-  __shared__ alignas(16) u32 answer[MAX_ANSWER];
   __shared__ u32 counts;
   BellState* state = b.state;
-  bool answered = false;
-  if (threadIdx.x == 0 && state->asks != 0) answered = wait_for_host(b, REPLY, counts);
-  answered = __syncthreads_or(answered);
-  if (!answered) {
-    if (blockIdx.x == 0) {
-      for (u32 expert = threadIdx.x; expert < b.n_experts; expert += 512) b.arrivals[expert] = NOWHERE;
-      if (threadIdx.x == 0) state->has_rows = 0;
-    }
-    return;
-  }
-  const u32 n_fetched = counts & 0xfff, n_changes = counts >> 12 & 0xfff;
-  const u32 n_words = min(b.n_experts + 2 * (n_fetched + n_changes), MAX_ANSWER);
-  copy_from_host<512>(answer, b.answer, n_words);
-  __syncthreads();
-  const u32 *fetched = answer + b.n_experts, *changes = fetched + 2 * n_fetched;
+  const bool asks = state->asks != 0;
   if (blockIdx.x == 0) {
-    for (u32 expert = threadIdx.x; expert < b.n_experts; expert += 512) b.arrivals[expert] = (int)answer[expert];
+    bool answered = false;
+    if (threadIdx.x == 0 && asks) answered = wait_for_host(b, REPLY, counts);
+    answered = __syncthreads_or(answered);
+    if (answered) {
+      const u32 n_listed = (counts & 0xfff) + (counts >> 12 & 0xfff);
+      copy_from_host<512>((u32*)b.arrivals, b.answer, b.n_experts + 2 * n_listed);
+    } else {
+      for (u32 expert = threadIdx.x; expert < b.n_experts; expert += 512) b.arrivals[expert] = NOWHERE;
+    }
+    __syncthreads();
     if (threadIdx.x == 0) {
+      if (!answered) counts = 0;
+      const u32 n_fetched = counts & 0xfff, n_changes = counts >> 12 & 0xfff;
+      const int* changes = b.arrivals + b.n_experts + 2 * n_fetched;
       // In order: an entry may change twice.
-      for (u32 i = 0; i < n_changes; i++) b.table[changes[2 * i]] = (int)changes[2 * i + 1];
+      for (u32 i = 0; i < n_changes; i++) b.table[changes[2 * i]] = changes[2 * i + 1];
       state->has_rows = counts >> 24;
       state->fetched_bytes = (u64)n_fetched * place.record_bytes;
       state->fetch_start = nanoseconds();
     }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0 && asks) pass_on(b, REPLY, counts);
+  } else {
+    if (!asks) return;
+    if (threadIdx.x == 0) counts = wait_for_block_0(b, REPLY);
+    __syncthreads();
   }
+  const u32 n_fetched = counts & 0xfff;
   if (n_fetched == 0) return;
+  const int* fetched = b.arrivals + b.n_experts;
   constexpr u32 LOADS = 8, PIECE = LOADS * 512;
   const u32 n_vectors = place.record_bytes / 16, n_pieces = (n_vectors + PIECE - 1) / PIECE;
   for (u32 piece = blockIdx.x; piece < n_fetched * n_pieces; piece += gridDim.x) {
-    const u32* what = fetched + 2 * (piece / n_pieces);
+    const int* what = fetched + 2 * (piece / n_pieces);
     const uint4* from = (const uint4*)(b.bank + (u64)what[0] * place.record_bytes);
     uint4* to = (uint4*)record_of(place, chunks, what[1]);
     const u32 first = piece % n_pieces * PIECE + threadIdx.x;
@@ -184,12 +209,17 @@ extern "C" __global__ void __launch_bounds__(512) bell_take(Bell b, ExpertPlace 
   if (threadIdx.x == 0) atomicMax(&state->fetch_end, nanoseconds());
 }
 
-// Any number of blocks, each waits by itself and takes every gridDim.x-th route.
+// Any number of blocks: the first waits, each takes every gridDim.x-th route.
 extern "C" __global__ void __launch_bounds__(256) bell_rows(Bell b) {
-  if (b.state->has_rows == 0 || b.state->failed != 0) return;
-  u32 nothing;
+  if (b.state->has_rows == 0) return;
   bool arrived = false;
-  if (threadIdx.x == 0) arrived = wait_for_host(b, ROWS, nothing);
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
+    u32 nothing;
+    arrived = wait_for_host(b, ROWS, nothing);
+    pass_on(b, ROWS, arrived);
+  } else if (threadIdx.x == 0) {
+    arrived = wait_for_block_0(b, ROWS) != 0;
+  }
   if (!__syncthreads_or(arrived)) return;
   for (u32 route = blockIdx.x; route < b.n_rows * b.top_k; route += gridDim.x) {
     const int id = b.ids[route];

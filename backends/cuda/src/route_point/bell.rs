@@ -101,7 +101,7 @@ pub(crate) struct Papers {
 pub(crate) struct Bells {
     pub(crate) words: Words,
     pub(crate) papers: Papers,
-    /// On the device: counters of the kernels, then the slots of an answer.
+    /// On the device: counters of the kernels, then a copy of the answer.
     state: Buffer,
     /// Where rows start in both papers.
     asked_rows: usize,
@@ -137,7 +137,7 @@ impl Bells {
                 asked: device.pin(asked_rows + rows)?,
                 answered: device.pin(answered_rows + host_rows)?,
             },
-            state: Buffer::new(device.alloc(ALIGN + 4 * n_experts)?),
+            state: Buffer::new(device.alloc(ALIGN + answered_rows)?),
             asked_rows,
             answered_rows,
             n_points: 0,
