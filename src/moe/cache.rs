@@ -55,6 +55,9 @@ pub struct ExpertCache {
 }
 
 impl Policy {
+    /// The engine's: the best of those tried on recorded and on made-up traces together (`freetoken bench --cache-trace`).
+    pub const DEFAULT: Policy = Policy::Lfu { half_life: 32.0 };
+
     /// The worth after a use. That of [`Policy::Lfu`] is the logarithm of the sum of `2^t` over its uses at time `t` (in
     /// half-lives): all uses age alike, so the order of what is not used does not change.
     fn after_use(self, worth: f64, now: f64) -> f64 {
@@ -122,6 +125,14 @@ impl ExpertCache {
     /// For ordering: an expert with more should rather stay. Negative infinity before the first use.
     pub fn worth(&self, layer: u32, expert: u32) -> f64 {
         self.worth[self.entry(layer, expert)]
+    }
+
+    /// The least that an expert in a slot is worth that could leave; less than anything while a slot is free.
+    pub fn least_worth(&self) -> f64 {
+        match self.heap.first() {
+            Some(&slot) if self.free.is_empty() => self.worth[self.owners[slot as usize] as usize],
+            _ => f64::NEG_INFINITY,
+        }
     }
 
     /// Counts a use, in a slot or not, and holds the slot. Gives the slot.

@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 
 /// A split this much slower than the best is taken if it fetches more: what is fetched now is a hit later.
 const FETCH_MARGIN: f64 = 1.02;
+/// What a fetch of a worthy expert buys: this part of the seconds that the host would take for it the next time. Without it, a
+/// lone miss goes to the host every time, and a cache that misses little never learns.
+const FETCH_WORTH: f64 = 0.25;
 /// Weight of one observation in the average.
 const OBSERVATION_WEIGHT: f64 = 1.0 / 16.0;
 /// Observed seconds are believed up to this many times the prediction, and down to its inverse.
@@ -58,6 +61,8 @@ pub struct Misses<'a> {
     pub expert: ExpertCost,
     /// `[m]`: rows of each miss.
     pub rows: &'a [u32],
+    /// So many of the first ones are worth more in a slot than what would leave it.
+    pub n_worthy: usize,
     /// Seconds of the hits on the device (T_hits).
     pub hits_seconds: f64,
 }
@@ -131,12 +136,16 @@ impl Rates {
         self.split_of(misses, n_link, self.host_work(misses.expert, &misses.rows[n_link..]))
     }
 
-    /// The fastest split that is allowed (a range of `n_link`, not empty), or one hardly slower that fetches more.
+    /// The split that is allowed (a range of `n_link`, not empty) whose seconds, less what its fetches buy, are fewest; or one
+    /// hardly slower that fetches more.
     pub fn q_star(&self, misses: &Misses<'_>, allowed: RangeInclusive<usize>) -> Split {
-        let fastest =
-            self.splits(misses, allowed.clone()).map(|split| split.seconds).fold(f64::INFINITY, f64::min);
-        self.splits(misses, allowed)
-            .find(|split| split.seconds <= fastest * FETCH_MARGIN)
+        let bought = FETCH_WORTH * misses.expert.record_bytes as f64 / self.host_alone;
+        let price = |split: &Split| split.seconds - bought * split.n_link.min(misses.n_worthy) as f64;
+        let splits = || self.splits(misses, allowed.clone());
+        let cheapest = splits().map(|split| price(&split)).fold(f64::INFINITY, f64::min);
+        let margin = |split: &Split| split.seconds - split.seconds / FETCH_MARGIN;
+        splits()
+            .find(|split| price(split) - margin(split) <= cheapest)
             .expect("one split at least is allowed, and its seconds are a number")
     }
 
@@ -158,7 +167,8 @@ impl Rates {
         let n_misses = n_misses.clamp(0.0, (EXPECTED_ROWS.len() - 1) as f64);
         let fewer = n_misses.floor() as usize;
         let co_executed_at = |m: usize| {
-            self.q_star(&Misses { expert, rows: &EXPECTED_ROWS[..m], hits_seconds }, 0..=m).seconds
+            self.q_star(&Misses { expert, rows: &EXPECTED_ROWS[..m], n_worthy: 0, hits_seconds }, 0..=m)
+                .seconds
         };
         let share = n_misses.fract();
         let co_executed = (1.0 - share) * co_executed_at(fewer) + share * co_executed_at(fewer + 1);
@@ -291,7 +301,12 @@ mod tests {
     };
 
     fn misses(rows: &[u32]) -> Misses<'_> {
-        Misses { expert: ExpertCost { record_bytes: 12, flops_per_row: 1.0 }, rows, hits_seconds: 0.0 }
+        Misses {
+            expert: ExpertCost { record_bytes: 12, flops_per_row: 1.0 },
+            rows,
+            n_worthy: 0,
+            hits_seconds: 0.0,
+        }
     }
 
     fn close(a: f64, b: f64) -> bool {
@@ -335,10 +350,11 @@ mod tests {
     #[test]
     fn the_measured_machine_splits_as_its_rates() {
         let n_link = |m: usize| {
-            BOX.q_star(&Misses { expert: Q30, rows: &[1; 64][..m], hits_seconds: 8e-6 }, 0..=m).n_link
+            BOX.q_star(&Misses { expert: Q30, rows: &[1; 64][..m], n_worthy: 0, hits_seconds: 8e-6 }, 0..=m)
+                .n_link
         };
         assert_eq!([1, 2, 3, 4, 6, 8].map(n_link), [0, 1, 1, 1, 2, 3]);
-        let split = BOX.q_star(&Misses { expert: Q30, rows: &[1; 8], hits_seconds: 0.0 }, 0..=8);
+        let split = BOX.q_star(&Misses { expert: Q30, rows: &[1; 8], n_worthy: 0, hits_seconds: 0.0 }, 0..=8);
         let both = 8.0 * 9_437_184.0 / (49.1e9 + 77.6e9);
         assert!((both..1.1 * both).contains(&split.seconds), "{} against {both}", split.seconds);
     }
@@ -421,7 +437,7 @@ mod tests {
         fn q_star_is_never_slower_than_either_side_alone(
             rates in machine(), rows in ordered_rows(), hits_seconds in 0.0..1e-4f64,
         ) {
-            let (misses, m) = (Misses { expert: Q30, rows: &rows, hits_seconds }, rows.len());
+            let (misses, m) = (Misses { expert: Q30, rows: &rows, n_worthy: 0, hits_seconds }, rows.len());
             let best = rates.q_star(&misses, 0..=m);
             prop_assert!(close(best.seconds, rates.split(&misses, best.n_link).seconds));
             for n_link in 0..=m {
@@ -437,7 +453,7 @@ mod tests {
         fn more_link_never_fetches_less(
             rates in machine(), rows in ordered_rows(), hits_seconds in 0.0..1e-4f64, more in 1.0..4.0f64,
         ) {
-            let (misses, m) = (Misses { expert: Q30, rows: &rows, hits_seconds }, rows.len());
+            let (misses, m) = (Misses { expert: Q30, rows: &rows, n_worthy: 0, hits_seconds }, rows.len());
             let faster =
                 Rates { link_alone: rates.link_alone * more, link_shared: rates.link_shared * more, ..rates };
             let fastest = |rates: Rates| {

@@ -42,7 +42,7 @@ impl Default for ElasticOptions {
     fn default() -> Self {
         ElasticOptions {
             mode: Mode::Auto,
-            policy: Policy::Lru,
+            policy: Policy::DEFAULT,
             in_place: true,
             host: None,
             deterministic: false,

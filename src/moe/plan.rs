@@ -211,6 +211,8 @@ pub struct Planner {
     misses: Vec<u32>,
     /// Rows of each miss.
     miss_rows: Vec<u32>,
+    /// So many of the first misses are worth more than what would leave for them.
+    n_worthy: usize,
 }
 
 impl Planner {
@@ -232,6 +234,7 @@ impl Planner {
             routed: Vec::with_capacity(n_experts),
             misses: Vec::with_capacity(n_experts),
             miss_rows: Vec::with_capacity(n_experts),
+            n_worthy: 0,
         })
     }
 
@@ -292,7 +295,7 @@ impl Planner {
         }
         let (rates, expert) = (self.rates(), self.options.expert);
         let hits_seconds = rates.hits_seconds(expert, n_hits as f64);
-        let misses = Misses { expert, rows: &self.miss_rows, hits_seconds };
+        let misses = Misses { expert, rows: &self.miss_rows, n_worthy: self.n_worthy, hits_seconds };
         let split = match self.options.mode {
             Mode::Auto | Mode::Hybrid => rates.q_star(&misses, least..=most),
             Mode::Gpu => rates.split(&misses, most),
@@ -405,6 +408,8 @@ impl Planner {
             by_rows.then(cache.worth(layer, b).total_cmp(&cache.worth(layer, a))).then(a.cmp(&b))
         });
         self.miss_rows.extend(self.misses.iter().map(|&expert| rows[expert as usize]));
+        let least = cache.least_worth();
+        self.n_worthy = self.misses.iter().take_while(|&&miss| cache.worth(layer, miss) >= least).count();
         for &expert in &self.routed {
             cache.touch(layer, expert);
             rows[expert as usize] = 0;

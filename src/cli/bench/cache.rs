@@ -28,7 +28,7 @@ const COLUMNS: [Column; 12] = [
     column("slots", "slots", 1.0, 0),
     column("lru", "LRU %", 100.0, 1),
     column("lfu_8", "LFU 8 %", 100.0, 1),
-    column("lfu_64", "LFU 64 %", 100.0, 1),
+    column("lfu_32", "LFU 32 %", 100.0, 1),
     column("belady", "bound %", 100.0, 1),
     column("fetch_per_second", "all fetch /s", 1.0, 1),
     column("cpu_per_second", "all CPU /s", 1.0, 1),
@@ -38,13 +38,13 @@ const COLUMNS: [Column; 12] = [
     column("q_star_ratio", "q* / best other", 1.0, 2),
 ];
 
-/// The policies in the order of the columns: the engine's, and uses that count half after 8 and after 64 steps.
-const POLICIES: [Policy; 3] = [Policy::Lru, Policy::Lfu { half_life: 8.0 }, Policy::Lfu { half_life: 64.0 }];
+/// The policies in the order of the columns; the last is the engine's.
+const POLICIES: [Policy; 3] = [Policy::Lru, Policy::Lfu { half_life: 8.0 }, Policy::DEFAULT];
 /// Names and strokes of the policies and the bound; the colours are told apart by every eye (Okabe and Ito).
 const CURVES: [(&str, Stroke); 4] = [
     ("LRU", Stroke { colour: "#0072b2", dashed: false }),
     ("LFU, half-life 8", Stroke { colour: "#e69f00", dashed: false }),
-    ("LFU, half-life 64", Stroke { colour: "#009e73", dashed: false }),
+    ("LFU, half-life 32", Stroke { colour: "#009e73", dashed: false }),
     ("bound (Belady)", Stroke { colour: "#4a4f5a", dashed: true }),
 ];
 
@@ -221,9 +221,9 @@ impl Replayed {
         per_cent.sort_by(f64::total_cmp);
         for share in per_cent.into_iter().map(|per_cent| per_cent / 100.0) {
             let n_slots = (share * (n_layers * n_experts) as f64).round() as usize;
-            let [lru, lfu_8, lfu_64] = POLICIES.map(|policy| hit_rate(trace, n_slots, policy, n_warm_up));
+            let [lru, lfu_8, lfu_32] = POLICIES.map(|policy| hit_rate(trace, n_slots, policy, n_warm_up));
             let best = best_hit_rate(trace, n_slots, n_warm_up);
-            for (curve, hits) in replayed.curves.iter_mut().zip([lru, lfu_8, lfu_64, best]) {
+            for (curve, hits) in replayed.curves.iter_mut().zip([lru, lfu_8, lfu_32, best]) {
                 curve.push((share, hits));
             }
             let outcome = |mode| outcome(trace, rates, mode, n_slots, n_warm_up);
@@ -235,7 +235,7 @@ impl Replayed {
                 n_slots.into(),
                 lru.into(),
                 lfu_8.into(),
-                lfu_64.into(),
+                lfu_32.into(),
                 best.into(),
                 fetch.into(),
                 cpu.into(),
@@ -257,7 +257,7 @@ fn outcome(trace: &Trace, rates: Rates, mode: Mode, n_slots: usize, n_warm_up: u
         n_layers,
         n_experts,
         n_slots,
-        policy: Policy::Lru,
+        policy: Policy::DEFAULT,
         expert: EXPERT,
         rates,
         mode,
