@@ -71,7 +71,7 @@ fn an_answer_is_traced_and_replayed() {
     assert_eq!(column(&table, "slots"), [0.0, 96.0, 192.0]);
     let best = column(&table, "belady");
     assert!(best[0] == 0.0 && best[1] > 0.0 && best[2] >= best[1], "{table}");
-    for policy in ["lru", "lfu_8", "lfu_64"] {
+    for policy in ["lru", "lfu_8", "lfu_32"] {
         let hits = column(&table, policy);
         assert!(hits.iter().zip(&best).all(|(hits, best)| hits <= best), "{policy}: {table}");
         assert_eq!(hits[2], best[2], "with a slot for each expert, no policy has a choice");
@@ -110,7 +110,7 @@ fn a_full_cache_always_hits_and_a_split_beats_either_side() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let table = replay(dir, &["uniform", "--cache", "25,100", "--csv", "rows.csv"]);
-    for hits in ["lru", "lfu_8", "lfu_64", "belady"] {
+    for hits in ["lru", "lfu_8", "lfu_32", "belady"] {
         let hits = column(&table, hits);
         assert!((0.2..0.7).contains(&hits[0]) && hits[1] == 1.0, "{table}");
     }
@@ -172,7 +172,7 @@ fn the_picture_is_xml_that_names_the_policies() {
     ));
     let svg = fs::read_to_string(dir.join("hits.svg")).unwrap();
     assert!(svg.starts_with("<svg ") && is_one_element(&svg), "{svg}");
-    for name in ["LRU", "LFU, half-life 8", "LFU, half-life 64", "bound (Belady)"] {
+    for name in ["LRU", "LFU, half-life 8", "LFU, half-life 32", "bound (Belady)"] {
         assert!(svg.contains(&format!(">{name}<")), "{name}: {svg}");
     }
     assert_eq!(svg.matches("<circle ").count(), 2 * 4);

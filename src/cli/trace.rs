@@ -1,7 +1,8 @@
 //! `freetoken trace`: which experts every token is routed to, in a file that `freetoken bench --cache-trace` replays.
 
 use std::{
-    fs,
+    fs::{self, File},
+    io::{BufWriter, Write},
     path::{Path, PathBuf},
 };
 
@@ -12,7 +13,6 @@ use serde_json::{Map, json};
 
 use super::{
     model::ModelArgs,
-    synth::n_distinct,
     terminal::{Progress, print_line},
 };
 use crate::{
@@ -61,9 +61,11 @@ pub(super) struct TraceArgs {
 pub(super) fn run(args: TraceArgs) -> Result<()> {
     let files = args.model.files()?;
     let sizes = Inventory::new(&files.config(), &*devices::reference())?.sizes;
-    let moe = sizes.moe.with_context(|| {
+    let moe = sizes.moe.filter(|moe| moe.n_layers > 0).with_context(|| {
         format!("{} is a dense model, which routes nothing: give one with experts", files.name())
     })?;
+    let MoeSizes { n_layers, n_experts, top_k, .. } = moe;
+    let routing = Routing { model: files.name(), n_layers, n_experts, top_k };
     let given = args.tokens(&files)?;
     ensure!(!given.is_empty(), "there are no tokens to route: give a text");
     let mut engine = args.model.engine(&files, 1)?;
@@ -71,18 +73,18 @@ pub(super) fn run(args: TraceArgs) -> Result<()> {
         Some(_) => given,
         None => args.answered(&files, &mut engine, given)?,
     };
-    let routes = Routes::of(&mut engine, &moe, &tokens)?;
-    let trace = routes.trace(files.name(), &moe)?;
-    fs::write(&args.out, &trace).with_context(|| format!("cannot write {}", args.out.display()))?;
-    let n_in_use: usize = routes.ids.iter().map(|ids| n_distinct(ids)).sum();
+    let cannot_write = || format!("cannot write {}", args.out.display());
+    let file = BufWriter::new(File::create(&args.out).with_context(cannot_write)?);
+    let mut trace = TraceWriter::new(file, routing).with_context(cannot_write)?;
+    let n_in_use = route(&mut engine, &moe, &tokens, &mut trace)?;
+    trace.finish().and_then(|mut file| file.flush()).with_context(cannot_write)?;
+    let bytes = fs::metadata(&args.out).with_context(cannot_write)?.len();
     print_line(&format!(
-        "{}: {} steps of {} layers, top {}, {n_in_use} of {} experts in use, {}",
+        "{}: {} steps of {n_layers} layers, top {top_k}, {n_in_use} of {} experts in use, {}",
         args.out.display(),
         tokens.len(),
-        moe.n_layers,
-        moe.top_k,
-        moe.n_layers * moe.n_experts,
-        BinaryBytes(trace.len() as u64)
+        n_layers * n_experts,
+        BinaryBytes(bytes)
     ))
 }
 
@@ -144,41 +146,32 @@ fn read_text(path: &Path) -> Result<String> {
     String::from_utf8(bytes).with_context(|| format!("{} is not UTF-8 text: convert it", path.display()))
 }
 
-/// What the routers chose.
-struct Routes {
-    /// Of each MoE layer `[n_tokens, top_k]`.
-    ids: Vec<Vec<i32>>,
-}
-
-impl Routes {
-    /// Routes tokens, in windows of a context.
-    fn of(engine: &mut Engine, moe: &MoeSizes, tokens: &[u32]) -> Result<Self> {
-        let context = engine.context();
-        let progress = Progress::tokens("routing", tokens.len() as u64);
-        let mut ids = vec![Vec::with_capacity(tokens.len() * moe.top_k); moe.n_layers];
-        for window in tokens.chunks(context) {
-            let mut sequence = Sequence::new(window, SamplingParams::GREEDY, window.len());
-            while !sequence.pending().is_empty() {
-                let n = CHUNK.min(context).min(sequence.pending().len());
-                let routes = engine.trace(&mut sequence, n)?.routes;
-                ids.iter_mut().zip(routes).for_each(|(ids, (more, _))| ids.extend(more));
-                progress.add(n as u64);
+/// Routes tokens, in windows of a context, and writes a step a token. Gives the number of experts that any of them chose.
+fn route(
+    engine: &mut Engine,
+    moe: &MoeSizes,
+    tokens: &[u32],
+    trace: &mut TraceWriter<impl Write>,
+) -> Result<usize> {
+    let (context, top_k) = (engine.context(), moe.top_k);
+    let progress = Progress::tokens("routing", tokens.len() as u64);
+    let mut in_use = vec![vec![false; moe.n_experts]; moe.n_layers];
+    for window in tokens.chunks(context) {
+        let mut sequence = Sequence::new(window, SamplingParams::GREEDY, window.len());
+        while !sequence.pending().is_empty() {
+            let n = CHUNK.min(sequence.pending().len());
+            let routes = engine.trace(&mut sequence, n)?.routes;
+            for row in 0..n {
+                for (layer, (ids, _)) in routes.iter().enumerate() {
+                    let ids = &ids[row * top_k..(row + 1) * top_k];
+                    trace.route(layer as u32, ids)?;
+                    ids.iter().for_each(|&id| in_use[layer][id as usize] = true);
+                }
             }
-            engine.release(&mut sequence);
+            progress.add(n as u64);
         }
-        progress.finish();
-        Ok(Routes { ids })
+        engine.release(&mut sequence);
     }
-
-    /// The bytes of a trace with a step a token.
-    fn trace(&self, model: String, moe: &MoeSizes) -> Result<Vec<u8>> {
-        let &MoeSizes { n_layers, n_experts, top_k, .. } = moe;
-        let mut trace = TraceWriter::new(Vec::new(), Routing { model, n_layers, n_experts, top_k })?;
-        for start in (0..self.ids[0].len()).step_by(top_k) {
-            for (layer, ids) in self.ids.iter().enumerate() {
-                trace.route(layer as u32, &ids[start..start + top_k])?;
-            }
-        }
-        Ok(trace.finish()?)
-    }
+    progress.finish();
+    Ok(in_use.iter().flatten().filter(|is_used| **is_used).count())
 }

@@ -171,7 +171,7 @@ pub(super) fn run(args: &BenchArgs, source: &TraceSource) -> Result<()> {
         return print_line(&json.to_string());
     }
     print_line(&format!(
-        "{name}\n{steps}\nsteps a second in virtual time, LRU: link {:.1} GB/s ({:.1} while the CPU computes), CPU {:.1} GB/s \
+        "{name}\n{steps}\nsteps a second in virtual time: link {:.1} GB/s ({:.1} while the CPU computes), CPU {:.1} GB/s \
          ({:.1} while the link is busy); fixed: {:.0}% of the misses over the link\n\n{}",
         rates.link_alone / 1e9,
         rates.link_shared / 1e9,
