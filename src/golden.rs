@@ -108,57 +108,31 @@ pub struct Placement {
     pub resized: bool,
 }
 
+impl Placement {
+    const fn new(name: &'static str, slots: Option<usize>, mode: Mode) -> Self {
+        Placement { name, slots, mode, in_place: true, host: true, resized: false }
+    }
+
+    const fn without_in_place(self) -> Self {
+        Placement { in_place: false, ..self }
+    }
+
+    const fn without_host(self) -> Self {
+        Placement { host: false, ..self }
+    }
+}
+
 /// Every place that an expert can have.
 pub const PLACEMENTS: &[Placement] = &[
-    Placement { name: "resident", slots: None, mode: Mode::Auto, in_place: true, host: true, resized: false },
-    Placement {
-        name: "two slots",
-        slots: Some(2),
-        mode: Mode::Auto,
-        in_place: true,
-        host: true,
-        resized: false,
-    },
-    Placement {
-        name: "no slots",
-        slots: Some(0),
-        mode: Mode::Cpu,
-        in_place: false,
-        host: true,
-        resized: false,
-    },
-    Placement {
-        name: "fetched",
-        slots: Some(12),
-        mode: Mode::Gpu,
-        in_place: false,
-        host: false,
-        resized: false,
-    },
-    Placement {
-        name: "in place",
-        slots: Some(3),
-        mode: Mode::Gpu,
-        in_place: true,
-        host: false,
-        resized: false,
-    },
-    Placement {
-        name: "half and half",
-        slots: Some(9),
-        mode: Mode::Share(0.5),
-        in_place: true,
-        host: true,
-        resized: false,
-    },
-    Placement {
-        name: "resized",
-        slots: Some(20),
-        mode: Mode::Share(0.7),
-        in_place: true,
-        host: true,
-        resized: true,
-    },
+    Placement::new("resident", None, Mode::Auto).without_in_place(),
+    Placement::new("in place where memory is one, else resident", None, Mode::Auto),
+    Placement::new("in two slots", Some(2), Mode::Auto),
+    Placement::new("on the host", Some(0), Mode::Cpu).without_in_place(),
+    Placement::new("fetched", Some(12), Mode::Gpu).without_in_place().without_host(),
+    // Without slots, since a device with slots would rather fetch.
+    Placement::new("in place", Some(0), Mode::Gpu).without_host(),
+    Placement::new("half fetched, half on the host", Some(9), Mode::Share(0.5)),
+    Placement { resized: true, ..Placement::new("in slots that come and go", Some(20), Mode::Share(0.7)) },
 ];
 
 /// Rates of no machine, so that nothing is measured for a model that small.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use freetoken_backend::{Backend, record};
+use freetoken_backend::{Backend, os, record};
 
 use crate::{
     devices,
@@ -42,7 +42,7 @@ pub fn load(
 ) -> Result<Engine, LoadError> {
     let plan = plan(config, source, &*backend, options)?;
     let mut weights = Weights::new(&*backend, source, progress);
-    if matches!(plan, ExpertPlan::Cached { .. }) {
+    if plan != ExpertPlan::Resident {
         weights = weights.with_banks();
     }
     let model = models::load(config, &mut weights)?;
@@ -62,21 +62,29 @@ fn plan(
         return Ok(ExpertPlan::Resident);
     }
     let inventory = Inventory::of_checkpoint(config, source, &*devices::reference())?;
-    let free = backend.free_bytes().map_err(EngineError::from)?;
-    let supply = Supply { free, vram: options.vram, cache: options.expert_cache };
     let sizes = &inventory.sizes;
-    let Some(moe) = sizes.moe.filter(|moe| moe.n_layers > 0) else {
-        return Ok(ExpertPlan::Resident);
-    };
-    let format = inventory.expert_format()?;
-    let n_experts = moe.n_layers * moe.n_experts;
+    let free = backend.free_bytes().map_err(EngineError::from)?;
+    let (vram, cache) = (options.vram, options.expert_cache);
+    let supply = Supply { free, vram, cache, host: os::available_memory() };
+    let n_experts = sizes.moe.map_or(0, |moe| moe.n_layers * moe.n_experts);
     let expert_bytes = inventory.expert_bytes().unwrap_or(0) * n_experts as u64;
+    let record_bytes = match sizes.moe {
+        Some(moe) if n_experts > 0 => {
+            record(inventory.expert_format()?, sizes.hidden, moe.intermediate).bytes as u64
+        }
+        _ => 0,
+    };
     let demand = Demand {
         dense_bytes: inventory.bytes() - expert_bytes,
-        step_bytes: step_bytes(sizes, caps, options, supply.vram.or(free), false),
-        streamed_step_bytes: step_bytes(sizes, caps, options, supply.vram.or(free), true),
-        record_bytes: record(format, sizes.hidden, moe.intermediate).bytes as u64,
+        step_bytes: step_bytes(sizes, caps, options, vram.or(free), false),
+        streamed_step_bytes: step_bytes(sizes, caps, options, vram.or(free), true),
+        record_bytes,
         n_experts,
     };
+    let may_read = options.elastic.in_place && caps.reads_host;
+    if caps.unified_memory && may_read && cache.is_none() && vram.is_none() && n_experts > 0 {
+        budget::check_host(&demand, &supply)?;
+        return Ok(ExpertPlan::InPlace);
+    }
     Ok(budget::plan(&demand, &supply)?)
 }

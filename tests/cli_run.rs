@@ -15,6 +15,8 @@ const STORY: &str = "Tell me a story about a fox named Rusty who lost a red kite
 fn run<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_freetoken"));
     command.args(["run", "--threads", "2"]);
+    // What a start measures is kept for the next one.
+    command.env("FREETOKEN_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/home"));
     let mut args: Vec<OsString> = args.into_iter().map(|arg| arg.as_ref().to_owned()).collect();
     // A GPU of this machine may be slow or busy, and what is said of it is not what is tested here.
     if !args.iter().any(|arg| arg == "--backend") {
@@ -75,6 +77,37 @@ fn a_greedy_answer_is_right_and_repeats() {
 }
 
 #[test]
+fn experts_behind_a_cache_give_the_same_answer_and_say_what_was_done() {
+    let resident = json(["--prompt", STORY, "--temperature", "0", "--max-tokens", "40"]);
+    assert!(resident["experts"].is_null(), "{resident}");
+    for cache in ["25%", "2slots", "3MiB"] {
+        let reply =
+            json(["--prompt", STORY, "--temperature", "0", "--max-tokens", "40", "--expert-cache", cache]);
+        assert_eq!(reply["text"], resident["text"], "{cache}");
+        let experts = &reply["experts"];
+        let count = |name: &str| experts[name].as_u64().unwrap_or_else(|| panic!("{name} in {experts}"));
+        assert!(
+            count("slots") < count("experts") && count("bank_bytes") > count("device_bytes"),
+            "{experts}"
+        );
+        assert!(count("in_place") + count("fetched") > 0, "{experts}");
+    }
+    let output = demo(["--prompt", FRANCE, "--temperature", "0", "--expert-cache", "25%"]);
+    assert_eq!(stdout(&output), "The capital of France is Paris.\n");
+    let said = stderr(&output);
+    assert!(said.contains("experts: 48 of 192 in slots") && said.contains("% hits in decode"), "{said}");
+}
+
+#[test]
+fn a_division_that_cannot_be_is_refused() {
+    let asked = |args: &[&str]| demo(["--prompt", FRANCE].iter().chain(args));
+    refused(&asked(&["--expert-cache", "200%"]), 2, &["200%", "96slots"]);
+    refused(&asked(&["--vram", "6 apples"]), 2, &["6 apples", "6GiB"]);
+    refused(&asked(&["--vram", "6GiB"]), 1, &["--vram", "--backend"]);
+    refused(&asked(&["--experts", "hybrid"]), 1, &["--experts", "--backend"]);
+}
+
+#[test]
 fn json_has_every_field() {
     let reply = json(["--prompt", FRANCE, "--temperature", "0"]);
     assert_eq!(reply["text"], "The capital of France is Paris.");
@@ -83,7 +116,7 @@ fn json_has_every_field() {
     for speed in ["ttft_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"] {
         assert!(reply[speed].as_f64().is_some_and(|speed| speed > 0.0), "{speed}: {reply}");
     }
-    assert_eq!(reply.as_object().map(|fields| fields.len()), Some(7));
+    assert_eq!(reply.as_object().map(|fields| fields.len()), Some(8));
 }
 
 #[test]

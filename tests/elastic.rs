@@ -9,7 +9,7 @@ use freetoken::{
     engine::{Division, Engine, EngineOptions, Sequence, sampling::SamplingParams},
     golden,
     model_files::ModelFiles,
-    moe::{CacheSize, ElasticOptions, Mode},
+    moe::{CacheSize, ElasticOptions, Mode, Rates},
 };
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
@@ -65,8 +65,62 @@ fn a_division_that_does_not_fit_changes_nothing() {
     let error = engine.divide(asked(64), &mut [&mut sequence]).unwrap_err().to_string();
     assert!(error.contains("64 tokens") && error.contains("80 tokens"), "{error}");
     let error = engine.divide(asked(1 << 40), &mut [&mut sequence]).unwrap_err().to_string();
-    assert!(error.contains("slots"), "{error}");
+    assert!(error.contains("more device memory") && error.contains("tokens"), "{error}");
     engine.divide(asked(80), &mut [&mut sequence]).unwrap();
+}
+
+/// Rates at which asking the host costs too much: steps read their misses in place.
+fn rates() -> Rates {
+    Rates {
+        link_alone: 1e9,
+        link_shared: 1e9,
+        host_alone: 1e9,
+        host_shared: 1e9,
+        device_read: 1e10,
+        host_flops: 1e9,
+        reply_seconds: 1.0,
+        wake_seconds: 0.0,
+        combine_seconds: 0.0,
+        copy_lane: false,
+    }
+}
+
+#[test]
+fn a_second_turn_follows_steps_that_asked_nobody() {
+    let conversation = |engine: &mut Engine| {
+        let mut sequence = Sequence::new(&prompt()[..20], SamplingParams::GREEDY, 200);
+        let mut told = Vec::new();
+        for turn in 0..4 {
+            let mut token = engine.prefill(&mut sequence, &mut |_| true).unwrap().unwrap();
+            for _ in 0..6 {
+                told.push(token);
+                sequence.push(token);
+                let mut drawn = [0];
+                engine.decode(&mut [&mut sequence], &mut drawn).unwrap();
+                token = drawn[0];
+            }
+            told.push(token);
+            let next: Vec<u32> = [sequence.tokens(), &prompt()[40 + turn..43 + 2 * turn]].concat();
+            engine.rebase(&mut sequence, &next);
+        }
+        engine.release(&mut sequence);
+        told
+    };
+    let resident = conversation(&mut demo(EngineOptions::default()).unwrap());
+    let mut engine = cached(40, ElasticOptions { rates: Some(rates()), ..with_host() }).unwrap();
+    assert_eq!(conversation(&mut engine), resident);
+    let sums = engine.elastic().unwrap().counters();
+    assert!(sums.decode.behind > 0 && sums.decode.in_place > 0 && sums.prompts.points > 0, "{sums:?}");
+}
+
+#[test]
+fn slots_can_come_where_there_were_none() {
+    let resident = golden::greedy(&mut demo(EngineOptions::default()).unwrap(), &prompt(), 24).unwrap();
+    let mut engine = cached(0, ElasticOptions { mode: Mode::Share(0.5), ..with_host() }).unwrap();
+    engine.divide(Division { expert_slots: Some(150), ..Division::default() }, &mut []).unwrap();
+    assert_eq!(golden::greedy(&mut engine, &prompt(), 24).unwrap(), resident);
+    let elastic = engine.elastic().unwrap();
+    assert!(elastic.n_ring() > 2 && elastic.counters().decode.fetched > 0, "{:?}", elastic.counters());
 }
 
 #[test]
@@ -123,9 +177,11 @@ fn a_step_that_fails_leaves_the_engine_usable() {
 #[test]
 fn a_second_prompt_finds_experts_of_the_first() {
     let mut engine = cached(150, with_host()).unwrap();
-    golden::greedy(&mut engine, &prompt(), 8).unwrap();
+    // Long enough to be streamed.
+    let prompt = prompt().repeat(3);
+    golden::greedy(&mut engine, &prompt, 8).unwrap();
     let first = engine.elastic().unwrap().counters();
-    golden::greedy(&mut engine, &prompt(), 8).unwrap();
+    golden::greedy(&mut engine, &prompt, 8).unwrap();
     let second = engine.elastic().unwrap().counters().prefill.since(&first.prefill);
     assert!(second.n_hits > second.n_fetched, "{second:?} behind {first:?}");
 }

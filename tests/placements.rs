@@ -38,7 +38,7 @@ fn check(device: &Arc<dyn Backend>) {
             continue;
         };
         // The placement is what it says, and not another one with the same outputs.
-        let decode = sums.decode;
+        let decode = sums.decode.plus(&sums.prompts);
         assert!(decode.points > 0 && decode.misses() > 0 && sums.prefill.n_fetched > 0, "{what}: {sums:?}");
         let shares = matches!(placement.mode, Mode::Cpu | Mode::Share(_));
         assert!(
@@ -53,13 +53,6 @@ fn check(device: &Arc<dyn Backend>) {
                 "{what}: {sums:?}"
             );
         }
-    }
-}
-
-#[test]
-fn every_placement_on_the_cpu_gives_the_golden_outputs() {
-    for precision in [Precision::F32, Precision::Auto] {
-        check(&cpu(precision));
     }
 }
 

@@ -35,7 +35,7 @@ pub(super) struct MemoryArgs {
     /// Device memory for routed experts: 2GiB, 25% of them, or 96slots [default: all of them, or what is left].
     #[arg(long, value_name = "SIZE")]
     pub(super) expert_cache: Option<CacheSize>,
-    /// Where experts are computed that have no place on the device.
+    /// Where decode computes experts that have no place on the device. Long prompts stream them through it in any case.
     #[arg(long, value_enum, default_value = "auto")]
     pub(super) experts: ExpertsArg,
     /// Place experts by counts instead of clocks, so that a seed gives the same text every time.
@@ -64,6 +64,8 @@ impl MemoryArgs {
                 mode: match self.experts {
                     ExpertsArg::Auto => Mode::Auto,
                     ExpertsArg::Gpu => Mode::Gpu,
+                    // On the CPU as the device there is no second one.
+                    ExpertsArg::Cpu if is_host => Mode::Auto,
                     ExpertsArg::Cpu => Mode::Cpu,
                     ExpertsArg::Hybrid => Mode::Hybrid,
                 },
@@ -121,12 +123,17 @@ pub(super) fn summary(engine: &Engine) -> Option<String> {
     let sums = elastic.counters();
     let decode = sums.decode;
     let n_used = decode.hits + decode.misses();
-    let over_link =
-        (decode.fetched + decode.in_place + decode.behind + sums.prefill.n_fetched + sums.prefill.n_wasted)
-            * elastic.record_bytes() as u64;
+    let over_link = (decode.fetched
+        + decode.in_place
+        + decode.behind
+        + sums.prompts.fetched
+        + sums.prompts.in_place
+        + sums.prefill.n_fetched
+        + sums.prefill.n_wasted)
+        * elastic.record_bytes() as u64;
     Some(format!(
         "experts: {:.1}% hits in decode; {} fetched, {} read in place, {} on the CPU; prefill {} hits, {} streamed; {} over \
-         the link; {:.2} s of it hidden, {:.2} s exposed",
+         the link; by the cost model {:.2} s beside other work, {:.2} s not",
         100.0 * decode.hits as f64 / n_used.max(1) as f64,
         decode.fetched,
         decode.in_place,
@@ -158,8 +165,12 @@ pub(super) fn summary_json(engine: &Engine) -> Value {
         "fetched": sums.decode.fetched,
         "in_place": sums.decode.in_place,
         "host": sums.decode.host,
-        "hidden_seconds": sums.decode.hidden_seconds,
-        "exposed_seconds": sums.decode.exposed_seconds,
+        "behind": sums.decode.behind,
+        "predicted_hidden_seconds": sums.decode.hidden_seconds,
+        "predicted_exposed_seconds": sums.decode.exposed_seconds,
+        "prompt_fetched": sums.prompts.fetched,
+        "prompt_in_place": sums.prompts.in_place,
+        "prompt_host": sums.prompts.host,
         "prefill_hits": sums.prefill.n_hits,
         "prefill_fetched": sums.prefill.n_fetched,
         "prefill_wasted": sums.prefill.n_wasted,

@@ -137,6 +137,8 @@ pub struct Batch {
     pub kv: Vec<KvCache>,
     /// Where the experts of each MoE layer are.
     pub experts: Vec<Experts>,
+    /// Whether experts without a slot are read where they lie, and nobody is asked about them.
+    pub reads_in_place: bool,
     /// f32 `[max_positions, rotary_dim / 2, 2]`
     pub rotary: View,
     /// Rotated width of a head.
@@ -295,6 +297,7 @@ impl Batch {
             log_sum_exp: lse,
             kv,
             experts,
+            reads_in_place: false,
             rotary,
             rotary_dim: model.rope().rotary_dim(),
             max_positions: limits.context,
@@ -329,6 +332,11 @@ impl Batch {
         let bytes = self.n_rows * self.top_k * 4;
         let start = if self.shares_ids { 0 } else { moe_layer * bytes };
         self.expert_ids.slice(start..start + bytes)
+    }
+
+    /// The same batch for steps that read experts without a slot where they lie.
+    pub(super) fn reading_in_place(self) -> Batch {
+        Batch { reads_in_place: true, ..self }
     }
 
     /// The same batch with one place for the ids of all layers.

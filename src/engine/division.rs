@@ -4,7 +4,7 @@
 use freetoken_backend::{KvCache, PAGE_TOKENS};
 
 use super::{BlockPool, Engine, EngineError, Sequence, programs::Programs};
-use crate::moe::ByteCount;
+use crate::moe::{ByteCount, budget};
 
 /// What is asked for; `None` stays as it is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -25,6 +25,10 @@ impl Engine {
     pub fn divide(&mut self, division: Division, sequences: &mut [&mut Sequence]) -> Result<(), EngineError> {
         let n_used: usize = sequences.iter().map(|sequence| sequence.pages.len()).sum();
         assert_eq!(n_used + self.pool.n_free() + 1, self.limits.n_pages, "all sequences that hold pages");
+        assert!(
+            division.expert_slots.is_none() || self.elastic().is_some(),
+            "a model whose experts are behind a cache"
+        );
         let old_slots = self.elastic().map_or(0, |elastic| elastic.n_slots());
         let n_slots = division.expert_slots.unwrap_or(old_slots);
         let n_pages = division.kv_tokens.map_or(self.limits.n_pages, |n| 1 + n.div_ceil(PAGE_TOKENS));
@@ -34,7 +38,8 @@ impl Engine {
             let (tokens, fits) = ((n_pages - 1) * PAGE_TOKENS, n_used * PAGE_TOKENS);
             return Err(EngineError::KvInUse { tokens, fits });
         }
-        let taken = |slots: usize, pages: usize| slots as u64 * record + pages as u64 * page;
+        let rings = |slots: usize| if record > 0 { budget::ring(slots) } else { 0 };
+        let taken = |slots: usize, pages: usize| (slots + rings(slots)) as u64 * record + pages as u64 * page;
         let (before, after) = (taken(old_slots, self.limits.n_pages), taken(n_slots, n_pages));
         let spare = match self.spare {
             Some(spare) => Some(spare),
@@ -43,10 +48,15 @@ impl Engine {
         if let Some(spare) = spare
             && after > before + spare
         {
+            let pages = usize::try_from((before + spare - taken(old_slots, 0)) / page).unwrap_or(usize::MAX);
             let left = (before + spare).saturating_sub(n_pages as u64 * page);
-            let fits = usize::try_from(left / record.max(1)).unwrap_or(usize::MAX);
-            let (more, spare) = (ByteCount(after - before), ByteCount(spare));
-            return Err(EngineError::Division { more, spare, fits });
+            let slots = usize::try_from(left / record.max(1)).unwrap_or(usize::MAX);
+            return Err(EngineError::Division {
+                more: ByteCount(after - before),
+                spare: ByteCount(spare),
+                slots: slots.saturating_sub(rings(slots)).min(slots),
+                tokens: pages.saturating_sub(1) * PAGE_TOKENS,
+            });
         }
         // What shrinks makes room for what grows.
         if n_slots <= old_slots {
@@ -87,7 +97,9 @@ impl Engine {
         self.forget_programs();
         let used: Vec<u32> = sequences.iter().flat_map(|sequence| &sequence.pages).copied().collect();
         let last = used.iter().max().map_or(0, |&page| page as usize + 1);
-        for kv in &mut self.batch.kv {
+        // All layers or none: a device that refuses one leaves the caches as they were.
+        let mut resized = Vec::new();
+        for kv in &self.batch.kv {
             let page = kv.view.bytes() / kv.n_pages;
             let mut old = vec![0; last * page];
             self.backend.read(&kv.view.slice(0..old.len()), &mut old)?;
@@ -95,13 +107,13 @@ impl Engine {
             for (to, &from) in moved.chunks_exact_mut(page).zip(&used) {
                 to.copy_from_slice(&old[from as usize * page..][..page]);
             }
-            // A smaller cache is made beside the larger one: a layer at a time, so that this needs little.
             let view = self.backend.alloc(n_pages * page)?.whole();
             if !moved.is_empty() {
                 self.backend.write(&view.slice(page..page + moved.len()), &moved)?;
             }
-            *kv = KvCache { view, format: kv.format, n_pages };
+            resized.push(KvCache { view, format: kv.format, n_pages });
         }
+        self.batch.kv = resized;
         let pages = sequences.iter_mut().flat_map(|sequence| &mut sequence.pages);
         pages.zip(1..).for_each(|(page, number)| *page = number);
         self.limits.n_pages = n_pages;

@@ -31,15 +31,18 @@ pub enum EngineError {
     },
     /// A new division of the memory does not fit.
     #[error(
-        "that takes {more} more device memory and {spare} are to be had: the largest expert cache beside it has {fits} slots"
+        "that takes {more} more device memory and {spare} are to be had: beside that key-value cache fit {slots} slots of \
+         experts, and beside the slots of now {tokens} tokens"
     )]
     Division {
         /// Bytes beyond what is taken now.
         more: ByteCount,
         /// Bytes to be had.
         spare: ByteCount,
-        /// Slots that would fit.
-        fits: usize,
+        /// Slots that would fit beside the pages asked for.
+        slots: usize,
+        /// Tokens that would fit beside the slots of now.
+        tokens: usize,
     },
     /// A key-value cache that is smaller than what is in it.
     #[error(

@@ -4,7 +4,7 @@
 
 use freetoken_backend::{Backend, Experts, Lane, Program, Result, Stage, View};
 
-use super::{Batch, programs::merged};
+use super::Batch;
 use crate::moe::{Elastic, LayerStep};
 
 /// A recorded step for one bucket.
@@ -30,7 +30,7 @@ impl Layered {
     ) -> Result<Self> {
         let (mut segments, mut layers, mut mlp) = (Vec::new(), Vec::new(), None);
         let mut ops = Vec::new();
-        for stage in merged(stages) {
+        for stage in stages {
             match stage {
                 Stage::Ops(more) => ops.extend(more),
                 Stage::Route(point) => {

@@ -69,7 +69,10 @@ impl Programs {
             Entry::Occupied(there) => return Ok(there.into_mut()),
             Entry::Vacant(place) => place,
         };
-        let batch = largest.bucket(bucket);
+        let mut batch = largest.bucket(bucket);
+        if kind == Kind::DecodeInPlace {
+            batch = batch.reading_in_place();
+        }
         let candidates = bucket * top_k(model) * 4;
         let mut outputs = Vec::new();
         if kind.draws() {
@@ -103,37 +106,26 @@ pub(super) fn stages(kind: Kind, model: &dyn Model, batch: &Batch) -> Vec<Stage>
     if kind.draws() {
         stages.push(Stage::Ops(sampling(model, batch)));
     }
-    if kind == Kind::DecodeInPlace {
-        stages = stages.into_iter().map(in_place).collect();
-    }
-    merged(stages)
+    placed(stages, batch)
 }
 
-/// A route point as an op that reads what has no slot where it lies.
-fn in_place(stage: Stage) -> Stage {
-    match stage {
-        Stage::Route(mut point) => {
-            point.mlp.p.in_place = 1;
-            Stage::Ops(vec![point.mlp.into()])
-        }
-        ops => ops,
-    }
-}
-
-/// The same stages without route points whose experts all have a place, and as few of them as possible.
-pub(super) fn merged(stages: Vec<Stage>) -> Vec<Stage> {
-    let mut merged: Vec<Stage> = Vec::new();
+/// The same stages without route points whose experts all have a place, or are read where they lie; and as few of them as possible.
+fn placed(stages: Vec<Stage>, batch: &Batch) -> Vec<Stage> {
+    let mut placed: Vec<Stage> = Vec::new();
     for stage in stages {
         let stage = match stage {
-            Stage::Route(point) if !point.mlp.experts.is_cached() => Stage::Ops(vec![point.mlp.into()]),
+            Stage::Route(mut point) if !point.mlp.experts.is_cached() || batch.reads_in_place => {
+                point.mlp.p.in_place = batch.reads_in_place as u32;
+                Stage::Ops(vec![point.mlp.into()])
+            }
             stage => stage,
         };
-        match (merged.last_mut(), stage) {
+        match (placed.last_mut(), stage) {
             (Some(Stage::Ops(ops)), Stage::Ops(more)) => ops.extend(more),
-            (_, stage) => merged.push(stage),
+            (_, stage) => placed.push(stage),
         }
     }
-    merged
+    placed
 }
 
 fn sampling(model: &dyn Model, batch: &Batch) -> Vec<Op> {

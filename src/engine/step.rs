@@ -78,7 +78,9 @@ pub struct Trace {
 }
 
 /// Rows of the steps that have route points.
-const DECODE_ROWS: [usize; 5] = [1, 2, 4, 8, MAX_SEQUENCES];
+const ROUTED_ROWS: [usize; 7] = [1, 2, 4, 8, MAX_SEQUENCES, 32, MOST_ROUTED_ROWS];
+/// The longest prompt among them. Each of its experts has few rows, which the host computes about as fast as it reads them.
+const MOST_ROUTED_ROWS: usize = 64;
 
 /// A model on a device, with room for sequences.
 pub struct Engine {
@@ -116,8 +118,10 @@ impl Engine {
         let (sizes, caps) = (model.sizes(), backend.caps());
         let context = options.context.clamp(1, sizes.max_positions);
         let free = backend.free_bytes()?;
-        let memory = options.vram.or(free);
-        let streamed = matches!(experts, LoadedExperts::Banked(_));
+        let (streamed, memory) = match plan {
+            ExpertPlan::Cached { budget, .. } => (true, budget),
+            ExpertPlan::Resident | ExpertPlan::InPlace => (false, None),
+        };
         let limits = |context: usize| Limits::new(sizes, caps, options, context, memory, streamed);
         let needed = |context: usize| batch::bytes(sizes, &limits(context), caps.precision);
         if let Some(free) = free.filter(|&free| needed(context) > free) {
@@ -141,13 +145,15 @@ impl Engine {
                 let options = &options.elastic;
                 let backend = backend.clone();
                 let elastic =
-                    Elastic::new(backend, banks, top_k, slots, limits.max_rows, &DECODE_ROWS, options)?;
+                    Elastic::new(backend, banks, top_k, slots, limits.max_rows, &ROUTED_ROWS, options)?;
                 let experts = elastic.experts();
                 (Some(Box::new(elastic)), experts)
             }
-            (LoadedExperts::Banked(_), ExpertPlan::Resident) => unreachable!("banks are loaded for a cache"),
+            (LoadedExperts::Banked(banks), ExpertPlan::InPlace) => (None, banks.in_place(&*backend)?),
+            (LoadedExperts::Banked(_), ExpertPlan::Resident) => unreachable!("banks are loaded for a plan"),
         };
-        let batch = Batch::new(&*backend, &*model, &limits, experts)?;
+        let mut batch = Batch::new(&*backend, &*model, &limits, experts)?;
+        batch.reads_in_place = plan == ExpertPlan::InPlace;
         let mut engine = Engine {
             pool: BlockPool::new(limits.n_pages),
             programs: Programs::default(),
@@ -258,7 +264,9 @@ impl Engine {
     /// # Errors
     /// [`EngineError`]; nothing was computed.
     pub fn compute(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
-        if self.elastic().is_some_and(|elastic| n > MAX_SEQUENCES || !elastic.serves(n)) {
+        let most =
+            if self.elastic().is_some_and(Elastic::host_shares) { MOST_ROUTED_ROWS } else { MAX_SEQUENCES };
+        if self.elastic().is_some_and(|elastic| n > most || !elastic.serves(n)) {
             let bucket = self.layered_input(sequence, n)?;
             let Engine { backend, layered, elastic, .. } = self;
             let (layered, serving) =
@@ -270,7 +278,7 @@ impl Engine {
             let recorded = programs.get(Kind::Prefill, n, &**backend, &**model, batch)?;
             input.put_rows(&recorded.batch, once(&*sequence), n);
             backend.write(&recorded.batch.input, input.rows(&recorded.batch))?;
-            replay(&mut *recorded.program, elastic)?;
+            replay(Kind::Prefill, &mut *recorded.program, elastic)?;
         }
         self.advance(sequence, n);
         Ok(())
@@ -310,7 +318,8 @@ impl Engine {
             assert_eq!(sequence.pending().len(), 1, "decode computes one token a sequence");
             self.make_room(sequence, 1)?;
         }
-        let kind = match self.elastic.as_deref_mut().map(Elastic::begin).transpose()? {
+        assert!(sequences.len() <= MAX_SEQUENCES, "as many sequences as a step takes");
+        let kind = match self.elastic.as_deref().map(Elastic::next_step) {
             Some(StepKind::InPlace) => Kind::DecodeInPlace,
             Some(StepKind::CoExecuted) | None => Kind::Decode,
         };
@@ -320,7 +329,7 @@ impl Engine {
         input.put_rows(&recorded.batch, shared(), 1);
         input.put_logit_rows(&recorded.batch, 0..recorded.batch.n_rows);
         backend.write(&recorded.batch.input, input.put_sampling(&recorded.batch, shared()))?;
-        replay(&mut *recorded.program, elastic)?;
+        replay(kind, &mut *recorded.program, elastic)?;
         if let (Kind::DecodeInPlace, Some(serving)) = (kind, elastic.as_deref_mut()) {
             let ids = bytemuck::cast_slice(recorded.program.output(output::EXPERT_IDS));
             settle(serving.end_in_place(ids), elastic)?;
@@ -375,23 +384,47 @@ impl Engine {
     /// # Errors
     /// [`EngineError`].
     pub fn trace(&mut self, sequence: &mut Sequence, n: usize) -> Result<Trace, EngineError> {
+        let mut trace = Trace::default();
+        let mut left = n;
+        while left > 0 {
+            let rows = left.min(self.batch.n_rows);
+            let traced = self.trace_rows(sequence, rows, &mut trace);
+            if traced.is_err()
+                && let Some(elastic) = self.elastic.as_deref_mut()
+            {
+                elastic.forget()?;
+            }
+            traced?;
+            self.advance(sequence, rows);
+            left -= rows;
+        }
+        Ok(trace)
+    }
+
+    /// The same for rows of one step.
+    fn trace_rows(
+        &mut self,
+        sequence: &mut Sequence,
+        n: usize,
+        trace: &mut Trace,
+    ) -> Result<(), EngineError> {
         let bucket = match &self.elastic {
             Some(_) => self.layered_input(sequence, n)?,
             None => {
                 self.make_room(sequence, n)?;
-                n.next_power_of_two()
+                let batch = self.batch.bucket(n.next_power_of_two());
+                self.input.put_rows(&batch, once(&*sequence), n);
+                self.backend.write(&batch.input, self.input.rows(&batch))?;
+                batch.n_rows
             }
         };
-        let Engine { backend, model, batch, layered, elastic, input, .. } = self;
+        let Engine { backend, model, batch, layered, elastic, .. } = self;
         let mut layered = layered.get_mut(&bucket).zip(elastic.as_deref_mut());
         let batch = match &layered {
             Some((layered, _)) => layered.batch.clone(),
             None => batch.bucket(bucket),
         };
-        input.put_rows(&batch, once(&*sequence), n);
-        backend.write(&batch.input, input.rows(&batch))?;
         let (hidden, top_k) = (model.sizes().hidden, model.sizes().moe.map_or(0, |moe| moe.top_k));
-        let mut trace = Trace::default();
         backend.run(&model.embed(&batch))?;
         let mut moe_layer = 0;
         for layer in 0..model.sizes().n_layers {
@@ -399,29 +432,30 @@ impl Engine {
             for stage in model.layer(layer, &batch) {
                 match (stage, &mut layered) {
                     (Stage::Ops(ops), _) => backend.run(&ops)?,
-                    (Stage::Route(point), None) => {
-                        backend.run(&[point.mlp.into()])?;
+                    (Stage::Route(mut point), layered) => {
                         is_sparse = true;
-                    }
-                    (Stage::Route(_), Some((layered, elastic))) => {
-                        layered.experts(moe_layer, elastic)?;
-                        is_sparse = true;
+                        point.mlp.p.in_place = batch.reads_in_place as u32;
+                        match layered {
+                            Some((layered, elastic)) => layered.experts(moe_layer, elastic)?,
+                            None => backend.run(&[point.mlp.into()])?,
+                        }
                     }
                 }
             }
             let mut x = vec![0.0_f32; n * hidden];
             backend.read(&batch.x, bytemuck::cast_slice_mut(&mut x))?;
-            trace.hidden.push(x);
+            append(&mut trace.hidden, layer).extend(x);
             if is_sparse {
                 let (mut ids, mut weights) = (vec![0_i32; n * top_k], vec![0.0_f32; n * top_k]);
                 backend.read(&batch.expert_ids_of(moe_layer), bytemuck::cast_slice_mut(&mut ids))?;
                 backend.read(&batch.expert_weights, bytemuck::cast_slice_mut(&mut weights))?;
-                trace.routes.push((ids, weights));
+                let (all_ids, all_weights) = append(&mut trace.routes, moe_layer);
+                all_ids.extend(ids);
+                all_weights.extend(weights);
                 moe_layer += 1;
             }
         }
-        self.advance(sequence, n);
-        Ok(trace)
+        Ok(())
     }
 
     /// Takes pages for the next `n` tokens and refuses tokens that the model does not have.
@@ -442,10 +476,16 @@ impl Engine {
 }
 
 /// Replays a step, whose route points the cache answers. After a step that failed, nobody knows what is in its slots.
-fn replay(program: &mut dyn Program, elastic: &mut Option<Box<Elastic>>) -> Result<(), EngineError> {
+fn replay(
+    kind: Kind,
+    program: &mut dyn Program,
+    elastic: &mut Option<Box<Elastic>>,
+) -> Result<(), EngineError> {
     let done = match elastic {
-        Some(elastic) => program.replay(&mut **elastic),
-        None => program.replay(&mut NoRoutePoints),
+        Some(elastic) if kind != Kind::DecodeInPlace => {
+            elastic.begin(kind == Kind::Decode).and_then(|()| program.replay(&mut **elastic))
+        }
+        _ => program.replay(&mut NoRoutePoints),
     };
     settle(done, elastic)
 }
@@ -458,4 +498,12 @@ fn settle(
         elastic.forget()?;
     }
     Ok(done?)
+}
+
+/// The `i`-th of some lists, which are made in order.
+fn append<T: Default>(lists: &mut Vec<T>, i: usize) -> &mut T {
+    if lists.len() == i {
+        lists.push(T::default());
+    }
+    &mut lists[i]
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use freetoken_backend::{ExpertRecord, HostBuffer};
+use freetoken_backend::{Backend, ExpertPool, ExpertRecord, Experts, HostBuffer, Result};
 
 /// The experts of a model in host memory. All layers have as many, of one layout.
 #[derive(Debug, Default)]
@@ -39,6 +39,28 @@ impl ExpertBanks {
     /// A bank for each MoE layer.
     pub fn layers(&self) -> &[Arc<HostBuffer>] {
         &self.banks
+    }
+
+    /// Where the experts of each layer are for a device that reads all of them in their banks.
+    ///
+    /// # Errors
+    /// The device's refusal.
+    pub fn in_place(self, backend: &dyn Backend) -> Result<Vec<Experts>> {
+        let Some(record) = self.record else { return Ok(Vec::new()) };
+        let (n_layers, n_experts) = (self.banks.len(), self.n_experts);
+        let table = backend.alloc(n_layers * n_experts * 4)?.whole();
+        backend.write(&table, bytemuck::cast_slice(&vec![-1_i32; n_layers * n_experts]))?;
+        let (chunks, slots_per_chunk) = (Vec::new(), 1);
+        let pool = Arc::new(ExpertPool {
+            record,
+            n_layers,
+            n_experts,
+            chunks,
+            slots_per_chunk,
+            table,
+            banks: self.banks,
+        });
+        Ok((0..n_layers as u32).map(|layer| Experts::Pool { pool: pool.clone(), layer }).collect())
     }
 
     /// Bytes of all of them.

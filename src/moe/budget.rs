@@ -104,6 +104,8 @@ pub struct Supply {
     pub vram: Option<u64>,
     /// `--expert-cache`.
     pub cache: Option<CacheSize>,
+    /// Free bytes of host memory, where the system tells.
+    pub host: Option<u64>,
 }
 
 /// Where experts go.
@@ -111,6 +113,8 @@ pub struct Supply {
 pub enum ExpertPlan {
     /// All of them onto the device.
     Resident,
+    /// All of them into host banks, which the device reads as its own memory.
+    InPlace,
     /// Into host banks, behind a cache.
     Cached {
         /// Slots that hold experts from step to step.
@@ -119,6 +123,8 @@ pub enum ExpertPlan {
         n_ring: usize,
         /// Bytes that nothing takes, where the budget is known.
         spare: Option<u64>,
+        /// Bytes of which all of this is a part, where they are known.
+        budget: Option<u64>,
     },
 }
 
@@ -135,10 +141,13 @@ pub enum BudgetError {
         /// Free.
         free: ByteCount,
     },
+    /// A model without routed experts.
+    #[error("the model has no routed experts: --expert-cache divides nothing")]
+    NoExperts,
     /// Not even the weights that every token needs fit.
     #[error(
-        "the model needs {needed} on the device before any expert is there (weights {dense}, caches and activations {step}), and \
-         {budget} are to be had: try a smaller --context, or --backend cpu"
+        "the model needs {needed} on the device for what is not routed experts and for two of those (weights {dense}, caches \
+         and activations {step}), and {budget} are to be had: try a smaller --context, or --backend cpu"
     )]
     TooSmall {
         /// Needed.
@@ -150,6 +159,17 @@ pub enum BudgetError {
         /// To be had.
         budget: ByteCount,
     },
+    /// Neither the device nor the host holds the experts.
+    #[error(
+        "the experts do not fit on the device, and in host memory they need {needed} where {free} are free: close other \
+         programs, or choose a smaller model or format"
+    )]
+    TooLittleHost {
+        /// Bytes of all banks.
+        needed: ByteCount,
+        /// Free.
+        free: ByteCount,
+    },
     /// The cache that was asked for does not fit beside the rest.
     #[error("an expert cache of {asked} slots does not fit: the largest is --expert-cache {fits}slots")]
     CacheTooLarge {
@@ -158,6 +178,11 @@ pub enum BudgetError {
         /// Slots that fit.
         fits: usize,
     },
+}
+
+/// Slots that prefill streams through, beside so many that hold experts.
+pub fn ring(n_slots: usize) -> usize {
+    RING_SLOTS.min(n_slots / RING_SHARE).max(LEAST_RING)
 }
 
 /// Divides the memory.
@@ -171,45 +196,69 @@ pub fn plan(demand: &Demand, supply: &Supply) -> Result<ExpertPlan, BudgetError>
         return Err(BudgetError::MoreThanFree { asked: ByteCount(vram), free: ByteCount(free) });
     }
     let budget = supply.vram.or(supply.free);
+    if demand.n_experts == 0 && supply.cache.is_some() {
+        return Err(BudgetError::NoExperts);
+    }
+    let too_small = |step: u64, needed: u64| BudgetError::TooSmall {
+        needed: ByteCount(needed),
+        dense: ByteCount(demand.dense_bytes),
+        step: ByteCount(step),
+        budget: ByteCount(budget.unwrap_or(0)),
+    };
     let left = |step: u64| -> Result<Option<u64>, BudgetError> {
         let Some(budget) = budget else { return Ok(None) };
         let margin = (budget / MARGIN_SHARE).max(MARGIN_BYTES.min(budget / 8));
         let needed = demand.dense_bytes + step + margin;
-        let too_small = || BudgetError::TooSmall {
-            needed: ByteCount(needed),
-            dense: ByteCount(demand.dense_bytes),
-            step: ByteCount(step),
-            budget: ByteCount(budget),
-        };
-        budget.checked_sub(needed).map(Some).ok_or_else(too_small)
+        budget.checked_sub(needed).map(Some).ok_or_else(|| too_small(step, needed))
     };
     let slots_in = |bytes: u64| usize::try_from(bytes / demand.record_bytes.max(1)).unwrap_or(usize::MAX);
     let n_all = demand.n_experts;
+    if demand.n_experts == 0 {
+        return left(demand.step_bytes).map(|_| ExpertPlan::Resident);
+    }
     if supply.cache.is_none()
         && left(demand.step_bytes).is_ok_and(|left| left.is_none_or(|left| slots_in(left) >= n_all))
     {
         return Ok(ExpertPlan::Resident);
     }
+    check_host(demand, supply)?;
     let asked = supply.cache.map(|cache| match cache {
         CacheSize::Bytes(bytes) => slots_in(bytes).min(n_all),
         CacheSize::Percent(percent) => ((n_all as f64 * percent / 100.0).round() as usize).min(n_all),
         CacheSize::Slots(slots) => slots.min(n_all),
     });
-    let ring = |n_slots: usize| RING_SLOTS.min(n_slots / RING_SHARE).max(LEAST_RING);
     let Some(left) = left(demand.streamed_step_bytes)? else {
         let n_slots = asked.unwrap_or(n_all);
-        return Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots), spare: None });
+        return Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots), spare: None, budget });
     };
     let fits = slots_in(left);
-    let fits = fits.saturating_sub(ring(fits));
+    if fits < LEAST_RING {
+        let needed = budget.unwrap_or(0) - left + LEAST_RING as u64 * demand.record_bytes;
+        return Err(too_small(demand.streamed_step_bytes, needed));
+    }
+    let fits = fits - ring(fits);
     match asked {
         Some(asked) if asked > fits => Err(BudgetError::CacheTooLarge { asked, fits }),
         _ => {
             let n_slots = asked.unwrap_or(fits.min(n_all));
             let n_ring = ring(n_slots);
             let spare = left.checked_sub((n_slots + n_ring) as u64 * demand.record_bytes);
-            Ok(ExpertPlan::Cached { n_slots, n_ring, spare })
+            Ok(ExpertPlan::Cached { n_slots, n_ring, spare, budget })
         }
+    }
+}
+
+/// Whether host memory holds all experts.
+///
+/// # Errors
+/// [`BudgetError::TooLittleHost`].
+pub fn check_host(demand: &Demand, supply: &Supply) -> Result<(), BudgetError> {
+    let needed = demand.n_experts as u64 * demand.record_bytes;
+    match supply.host {
+        Some(free) if free < needed => {
+            Err(BudgetError::TooLittleHost { needed: ByteCount(needed), free: ByteCount(free) })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -227,11 +276,20 @@ mod tests {
     };
 
     fn planned(free: Option<u64>, vram: Option<u64>, cache: Option<&str>) -> Result<ExpertPlan, BudgetError> {
-        plan(&DEMAND, &Supply { free, vram, cache: cache.map(|text| text.parse().unwrap()) })
+        let cache = cache.map(|text| text.parse().unwrap());
+        let plan = plan(&DEMAND, &Supply { free, vram, cache, host: Some(64 * GIB) })?;
+        Ok(match plan {
+            ExpertPlan::Cached { n_slots, n_ring, spare, budget } => {
+                assert_eq!(budget, vram.or(free));
+                ExpertPlan::Cached { n_slots, n_ring, spare, budget: None }
+            }
+            plan => plan,
+        })
     }
 
     fn cached(n_slots: usize, n_ring: usize, spare_mib: Option<u64>) -> Result<ExpertPlan, BudgetError> {
-        Ok(ExpertPlan::Cached { n_slots, n_ring, spare: spare_mib.map(|mib| mib << 20) })
+        let spare = spare_mib.map(|mib| mib << 20);
+        Ok(ExpertPlan::Cached { n_slots, n_ring, spare, budget: None })
     }
 
     #[test]
@@ -260,6 +318,18 @@ mod tests {
     fn what_cannot_fit_is_refused_with_what_would() {
         let text = planned(Some(8 * GIB), Some(9 * GIB), None).unwrap_err().to_string();
         assert!(text.contains("--vram 9.0 GiB") && text.contains("8.0 GiB"), "{text}");
+        let little = Supply { free: Some(8 * GIB), vram: None, cache: None, host: Some(23 * GIB) };
+        let text = plan(&DEMAND, &little).unwrap_err().to_string();
+        assert!(text.contains("24.0 GiB") && text.contains("23.0 GiB"), "{text}");
+        let barely = planned(Some(3 * GIB + GIB / 4 + (12 << 20)), None, None);
+        assert!(matches!(barely, Err(BudgetError::TooSmall { .. })), "one record and no ring: {barely:?}");
+        let dense = Demand { n_experts: 0, ..DEMAND };
+        let supply = Supply { free: Some(8 * GIB), vram: None, cache: None, host: None };
+        assert_eq!(plan(&dense, &supply), Ok(ExpertPlan::Resident));
+        let cache = Some(CacheSize::Slots(4));
+        assert_eq!(plan(&dense, &Supply { cache, ..supply }), Err(BudgetError::NoExperts));
+        let little = Supply { free: Some(GIB), ..supply };
+        assert!(matches!(plan(&dense, &little), Err(BudgetError::TooSmall { .. })));
         let text = planned(Some(2 * GIB), None, None).unwrap_err().to_string();
         assert!(text.contains("2.0 GiB") && text.contains("--context"), "{text}");
     }

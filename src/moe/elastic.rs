@@ -5,19 +5,22 @@
 use std::{path::PathBuf, sync::Arc, time::Instant};
 
 use freetoken_backend::{
-    Backend, Buffer, Error, Event, ExpertPool, Experts, Lane, Result, RouteAsk, RouteReply, RouteServer, View,
+    Backend, Error, Event, ExpertPool, Experts, Lane, Result, RouteAsk, RouteReply, RouteServer,
 };
 
 use super::{
     Choices, Counters, ExpertBanks, ExpertCost, ExpertStream, HostExperts, LayerStep, Mode, Observed,
-    PlanError, Planned, Planner, PlannerOptions, Policy, Rates, StepKind, Streamed, plan::FETCHED_BEHIND,
-    probe,
+    PlanError, Planned, Planner, PlannerOptions, Policy, Rates, StepKind, Streamed, budget,
+    plan::FETCHED_BEHIND, probe,
 };
 
 /// Largest chunk of a pool: what is freed and given to another pool at a time.
 const CHUNK_BYTES: usize = 256 << 20;
 /// The same where a device takes few buffers at a time.
 const FEW_BUFFERS: u32 = 64;
+
+/// Records that are sent before one is waited for.
+const SENT_AT_ONCE: usize = 64;
 
 /// How experts that have no place on the device are treated.
 #[derive(Clone)]
@@ -57,6 +60,8 @@ impl Default for ElasticOptions {
 pub struct ElasticCounters {
     /// Route points of decode steps.
     pub decode: Counters,
+    /// Route points of prompts that are too short to be streamed.
+    pub prompts: Counters,
     /// Layers of prefill steps.
     pub prefill: Streamed,
     /// Seconds in which the host computed experts.
@@ -100,7 +105,7 @@ pub struct Elastic {
 }
 
 impl Elastic {
-    /// Makes the pool: `n_slots` and a ring of `n_ring`, for steps of at most `max_rows` rows of which `decode_rows` are the
+    /// Makes the pool: `n_slots` and a ring of `n_ring`, for steps of at most `max_rows` rows of which `routed_rows` are the
     /// sizes with route points; fills it with the first experts of each layer, and measures the rates unless they are known.
     ///
     /// # Errors
@@ -111,22 +116,29 @@ impl Elastic {
         top_k: usize,
         [n_slots, n_ring]: [usize; 2],
         max_rows: usize,
-        decode_rows: &[usize],
+        routed_rows: &[usize],
         options: &ElasticOptions,
     ) -> std::result::Result<Self, ElasticError> {
         let record = banks.record().expect("a model with experts").clone();
         let (n_layers, n_experts) = (banks.layers().len(), banks.n_experts());
         let mut host = match &options.host {
-            Some(host) => Some(HostExperts::new(host.clone(), &banks, top_k, decode_rows)?),
+            Some(host) => Some(HostExperts::new(host.clone(), &banks, top_k, routed_rows)?),
             None => None,
         };
         let n_routes = max_rows * top_k;
         let can_read_in_place = options.in_place && backend.caps().reads_host;
-        let pool = Arc::new(make_pool(&*backend, &banks, n_slots + n_ring, &[], None)?);
+        let pool = Arc::new(make_pool(&*backend, &banks, n_slots + n_ring, None)?);
         let stream = ExpertStream::new(backend.clone(), &banks, &pool, n_slots, n_ring, n_routes)?;
         let rates = match options.rates {
             Some(rates) => rates,
-            None => probe::rates(&backend, &pool, n_slots, &banks, host.as_mut(), options.probes.as_deref())?,
+            None => probe::rates(
+                &backend,
+                &pool,
+                [n_slots, n_ring],
+                &banks,
+                host.as_mut(),
+                options.probes.as_deref(),
+            )?,
         };
         let planner = Planner::new(PlannerOptions {
             n_layers,
@@ -185,6 +197,11 @@ impl Elastic {
         self.n_ring
     }
 
+    /// Whether the host may be given misses.
+    pub fn host_shares(&self) -> bool {
+        self.has_host() && self.planner.mode() != Mode::Gpu
+    }
+
     /// Whether every miss of so many rows has somewhere to go, however they are routed.
     pub fn serves(&self, n_rows: usize) -> bool {
         let needed = (n_rows * self.top_k).min(self.pool.n_experts);
@@ -231,19 +248,22 @@ impl Elastic {
 
     /// Sums since the start.
     pub fn counters(&self) -> ElasticCounters {
-        ElasticCounters { decode: *self.planner.counters(), ..self.counters }
+        let (decode, prompts) = (*self.planner.counters(), *self.planner.prompt_counters());
+        ElasticCounters { decode, prompts, ..self.counters }
     }
 
-    /// The program of the next decode step, with the slot table as that needs it.
+    /// The program of the next decode step.
+    pub fn next_step(&self) -> StepKind {
+        self.planner.next_step()
+    }
+
+    /// Prepares for a program with route points, of a decode step or of a prompt: the device's table is as the planner thinks.
     ///
     /// # Errors
     /// The device's.
-    pub fn begin(&mut self) -> Result<StepKind> {
-        let kind = self.planner.next_step();
-        if kind == StepKind::CoExecuted {
-            self.land()?;
-        }
-        Ok(kind)
+    pub fn begin(&mut self, decodes: bool) -> Result<()> {
+        self.planner.begin(decodes);
+        self.land()
     }
 
     /// Ends a step that read its misses in place: `ids` `[n_layers, n_rows, top_k]` are what its routers chose. Some of
@@ -252,34 +272,33 @@ impl Elastic {
     /// # Errors
     /// The device's.
     pub fn end_in_place(&mut self, ids: &[i32]) -> Result<()> {
+        self.planner.begin(true);
         self.land()?;
-        let n_layers = self.pool.n_layers;
-        let n_experts = self.pool.n_experts;
-        let mut reply = std::mem::take(&mut self.reply);
-        for (layer, ids) in ids.chunks_exact(ids.len() / n_layers).enumerate() {
-            reply.clear();
-            let layer = layer as u32;
-            self.planner
-                .catch_up(layer, ids, FETCHED_BEHIND, &mut reply)
-                .map_err(|why| failed(layer, &why))?;
-            if reply.fetch.is_empty() {
-                continue;
-            }
-            // Who leaves, leaves before the slot is overwritten; who comes is named once it has landed.
-            for change in reply.table.iter().filter(|change| change.slot < 0) {
-                let entry = change.entry as usize * 4;
-                self.backend
-                    .write(&self.pool.table.slice(entry..entry + 4), bytemuck::bytes_of(&change.slot))?;
-            }
-            let left = self.backend.event(Lane::Compute)?;
-            self.backend.after(Lane::Copy, left)?;
-            for &(expert, slot) in &reply.fetch {
-                self.behind.landed = Some(self.upload(layer, expert, slot)?);
-            }
-            self.behind.layers.push(layer);
+        for (layer, ids) in ids.chunks_exact(ids.len() / self.pool.n_layers).enumerate() {
+            self.fetch_behind(layer as u32, ids)?;
         }
-        self.reply = reply;
-        debug_assert!(self.planner.cache().table().len() == n_layers * n_experts);
+        Ok(())
+    }
+
+    /// Learns what a layer chose, and sends for some of its misses.
+    fn fetch_behind(&mut self, layer: u32, ids: &[i32]) -> Result<()> {
+        self.reply.clear();
+        let caught_up = self.planner.catch_up(layer, ids, FETCHED_BEHIND, &mut self.reply);
+        caught_up.map_err(|why| failed(layer, &why))?;
+        if self.reply.fetch.is_empty() {
+            return Ok(());
+        }
+        // Who leaves, leaves before the slot is overwritten; who comes is named once it has landed.
+        for change in self.reply.table.iter().filter(|change| change.slot < 0) {
+            let entry = change.entry as usize * 4;
+            self.backend.write(&self.pool.table.slice(entry..entry + 4), bytemuck::bytes_of(&change.slot))?;
+        }
+        let left = self.backend.event(Lane::Compute)?;
+        self.backend.after(Lane::Copy, left)?;
+        for &(expert, slot) in &self.reply.fetch {
+            self.behind.landed = Some(self.upload(layer, expert, slot)?);
+        }
+        self.behind.layers.push(layer);
         Ok(())
     }
 
@@ -315,6 +334,9 @@ impl Elastic {
     /// # Errors
     /// The device's.
     pub fn forget(&mut self) -> Result<()> {
+        // What is still on its way must not arrive behind what comes next.
+        let sent = self.backend.event(Lane::Copy)?;
+        self.backend.after(Lane::Compute, sent)?;
         self.behind = Behind::default();
         self.stream.reset();
         self.planner.cache_mut().clear();
@@ -325,61 +347,65 @@ impl Elastic {
     /// recorded again.
     ///
     /// # Errors
-    /// The device's refusal; then the slots are as they were.
+    /// The device's refusal: of memory, then the slots are as they were; of a copy, then they are empty.
     pub fn resize(&mut self, n_slots: usize) -> Result<()> {
         self.land()?;
-        let resized_pool = make_pool(
-            &*self.backend,
-            &self.banks,
-            n_slots + self.n_ring,
-            &self.pool.chunks,
-            Some(&self.pool.table),
-        )?;
-        let stream = ExpertStream::new(
-            self.backend.clone(),
-            &self.banks,
-            &resized_pool,
-            n_slots,
-            self.n_ring,
-            self.n_routes,
-        )?;
-        self.stream.reset();
-        let resized = self.planner.cache_mut().resize(n_slots);
-        (self.pool, self.stream, self.n_slots) = (Arc::new(resized_pool), stream, n_slots);
-        // A record moves by coming again: that needs no copy from slot to slot of any device.
-        let owners: Vec<(usize, u32)> = {
-            let table = self.planner.cache().table();
-            let moved = |slot: i32| resized.moves.iter().any(|(_, to)| i32::try_from(*to) == Ok(slot));
-            (0..table.len()).filter(|&e| moved(table[e])).map(|e| (e, table[e] as u32)).collect()
+        let n_ring = budget::ring(n_slots);
+        let pool = make_pool(&*self.backend, &self.banks, n_slots + n_ring, Some(&self.pool))?;
+        let stream =
+            ExpertStream::new(self.backend.clone(), &self.banks, &pool, n_slots, n_ring, self.n_routes)?;
+        let is_kept = |slot: u32| {
+            let chunk = slot as usize / pool.slots_per_chunk;
+            pool.slots_per_chunk == self.pool.slots_per_chunk
+                && self.pool.chunks.get(chunk).is_some_and(|old| old.same(&pool.chunks[chunk]))
         };
-        for (entry, slot) in owners {
-            let (layer, expert) = (entry / self.pool.n_experts, entry % self.pool.n_experts);
-            let landed = self.upload(layer as u32, expert as u32, slot)?;
-            self.backend.wait(landed)?;
+        let before = self.planner.cache().table().to_vec();
+        self.planner.cache_mut().resize(n_slots);
+        self.planner.set_fetch(n_slots > 0);
+        // A record moves by coming again: that needs no copy from slot to slot of any device.
+        let table = self.planner.cache().table();
+        let came_again: Vec<(usize, u32)> = (0..table.len())
+            .filter_map(|entry| Some((entry, u32::try_from(table[entry]).ok()?)))
+            .filter(|&(entry, slot)| before[entry] != slot as i32 || !is_kept(slot))
+            .collect();
+        (self.pool, self.stream) = (Arc::new(pool), stream);
+        (self.n_slots, self.n_ring) = (n_slots, n_ring);
+        let n_experts = self.pool.n_experts;
+        let records = came_again.into_iter();
+        let records =
+            records.map(|(entry, slot)| ((entry / n_experts) as u32, (entry % n_experts) as u32, slot));
+        match self.send(records).and_then(|()| self.write_table()) {
+            Ok(()) => Ok(()),
+            Err(error) => self.forget().and(Err(error)),
         }
-        self.write_table()
     }
 
     /// Gives every layer as many of its first experts as there is room for, so that the first step does not start from nothing.
     fn fill(&mut self) -> Result<()> {
         let mut changes = Vec::new();
         let (n_layers, n_experts) = (self.pool.n_layers as u32, self.pool.n_experts as u32);
-        let mut last = None;
-        'full: for expert in 0..n_experts {
-            for layer in 0..n_layers {
-                if self.planner.cache().n_free() == 0 {
-                    break 'full;
-                }
-                let slot =
-                    self.planner.cache_mut().admit(layer, expert, &mut changes).expect("a slot is free");
-                last = Some(self.upload(layer, expert, slot)?);
-            }
+        let first_of_each = (0..n_experts).flat_map(|expert| (0..n_layers).map(move |layer| (layer, expert)));
+        let mut came = Vec::new();
+        for (layer, expert) in first_of_each.take(self.planner.cache().n_free()) {
+            let slot = self.planner.cache_mut().admit(layer, expert, &mut changes).expect("a slot is free");
+            came.push((layer, expert, slot));
         }
         self.planner.cache_mut().release();
-        if let Some(last) = last {
-            self.backend.wait(last)?;
-        }
+        self.send(came.into_iter())?;
         self.write_table()
+    }
+
+    /// Brings records into slots and waits for them, a few at a time, since no wait may take long.
+    fn send(&self, records: impl Iterator<Item = (u32, u32, u32)>) -> Result<()> {
+        let mut sent = 0;
+        for (layer, expert, slot) in records {
+            let landed = self.upload(layer, expert, slot)?;
+            sent += 1;
+            if sent % SENT_AT_ONCE == 0 {
+                self.backend.wait(landed)?;
+            }
+        }
+        self.backend.wait(self.backend.event(Lane::Copy)?)
     }
 
     /// Brings a record over the link and back, and compares: there are drivers whose copies report success and do nothing.
@@ -453,13 +479,13 @@ fn failed(layer: u32, why: &PlanError) -> Error {
     Error::StepFailed { layer, why: why.to_string() }
 }
 
-/// A pool of `n_slots` slots over all layers. Chunks of an earlier pool are kept as far as they go, as is its table.
+/// A pool of `n_slots` slots over all layers, as much memory as they take. Chunks of an earlier pool are kept where they are as
+/// large as they must be now, and so is its table.
 fn make_pool(
     backend: &dyn Backend,
     banks: &ExpertBanks,
     n_slots: usize,
-    kept: &[Buffer],
-    table: Option<&View>,
+    old: Option<&ExpertPool>,
 ) -> Result<ExpertPool> {
     let record = banks.record().expect("a model with experts").clone();
     let (n_layers, n_experts) = (banks.layers().len(), banks.n_experts());
@@ -468,17 +494,18 @@ fn make_pool(
         few if few < FEW_BUFFERS => caps.max_binding_bytes,
         _ => CHUNK_BYTES.min(caps.max_binding_bytes),
     };
-    let slots_per_chunk = match kept.first() {
-        Some(chunk) => chunk.bytes() / record.bytes,
-        None => (chunk_bytes / record.bytes).clamp(1, n_slots.max(1)),
-    };
-    let n_chunks = n_slots.max(1).div_ceil(slots_per_chunk);
-    let mut chunks: Vec<Buffer> = kept.iter().take(n_chunks).cloned().collect();
-    while chunks.len() < n_chunks {
-        chunks.push(backend.alloc(slots_per_chunk * record.bytes)?);
+    let slots_per_chunk = (chunk_bytes / record.bytes).max(1);
+    let mut chunks = Vec::new();
+    for start in (0..n_slots.max(1)).step_by(slots_per_chunk) {
+        let bytes = slots_per_chunk.min(n_slots.max(1) - start) * record.bytes;
+        let kept = old.and_then(|old| old.chunks.get(chunks.len())).filter(|chunk| chunk.bytes() == bytes);
+        chunks.push(match kept {
+            Some(chunk) => chunk.clone(),
+            None => backend.alloc(bytes)?,
+        });
     }
-    let table = match table {
-        Some(table) => table.clone(),
+    let table = match old {
+        Some(old) => old.table.clone(),
         None => backend.alloc(n_layers * n_experts * 4)?.whole(),
     };
     Ok(ExpertPool {

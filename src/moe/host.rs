@@ -20,6 +20,8 @@ pub struct HostExperts {
     /// Of a layer and a number of rows.
     programs: HashMap<(u32, usize), Box<dyn Program>>,
     masked: Vec<i32>,
+    /// `[n_experts]`: whether the host computes it.
+    chosen: Vec<bool>,
 }
 
 impl HostExperts {
@@ -59,6 +61,7 @@ impl HostExperts {
             }),
             programs: HashMap::new(),
             masked: vec![-1; n_routes],
+            chosen: vec![false; n_experts],
             backend,
         };
         for layer in 0..n_layers as u32 {
@@ -107,8 +110,10 @@ impl HostExperts {
     pub fn compute(&mut self, ask: &RouteAsk<'_>, experts: &[u32], parts: &mut [f32]) -> Result<()> {
         let (n_routes, hidden) = (ask.n_rows * ask.top_k, self.pool.record.hidden);
         let masked = &mut self.masked[..n_routes];
+        self.chosen.fill(false);
+        experts.iter().for_each(|&expert| self.chosen[expert as usize] = true);
         for (masked, &id) in masked.iter_mut().zip(ask.ids) {
-            *masked = if u32::try_from(id).is_ok_and(|id| experts.contains(&id)) { id } else { -1 };
+            *masked = if usize::try_from(id).is_ok_and(|id| self.chosen[id]) { id } else { -1 };
         }
         self.backend.write(&self.x, bytemuck::cast_slice(ask.rows))?;
         self.backend.write(&self.ids, bytemuck::cast_slice(masked))?;

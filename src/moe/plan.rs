@@ -201,7 +201,11 @@ pub struct Planner {
     options: PlannerOptions,
     observed: Observed,
     counters: Counters,
-    /// Hits and misses of a mean route point, once there was one.
+    /// The same of prompts.
+    prompts: Counters,
+    /// Whether the current step decodes.
+    decodes: bool,
+    /// Hits and misses of a mean route point of decode, once there was one.
     means: Option<(f64, f64)>,
     /// `[n_experts]`: rows of each expert; zero between two route points.
     rows: Vec<u32>,
@@ -229,6 +233,8 @@ impl Planner {
             options,
             observed: Observed::default(),
             counters: Counters::default(),
+            prompts: Counters::default(),
+            decodes: true,
             means: None,
             rows: vec![0; n_experts],
             routed: Vec::with_capacity(n_experts),
@@ -236,6 +242,11 @@ impl Planner {
             miss_rows: Vec::with_capacity(n_experts),
             n_worthy: 0,
         })
+    }
+
+    /// How misses are treated.
+    pub fn mode(&self) -> Mode {
+        self.options.mode
     }
 
     /// Treats misses otherwise from now on.
@@ -263,9 +274,24 @@ impl Planner {
         &self.options
     }
 
-    /// Sums since the planner was made.
+    /// Sums of decode steps since the planner was made.
     pub fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// The same of prompts.
+    pub fn prompt_counters(&self) -> &Counters {
+        &self.prompts
+    }
+
+    /// Says whether the next step decodes: what is expected of one is learnt from decode alone.
+    pub fn begin(&mut self, decodes: bool) {
+        self.decodes = decodes;
+    }
+
+    /// Whether there are slots to fetch into, once their number has changed.
+    pub fn set_fetch(&mut self, fetch: bool) {
+        self.options.choices.fetch = fetch;
     }
 
     /// Live corrections of the rates.
@@ -419,7 +445,7 @@ impl Planner {
 
     /// Adds what was planned to the sums and means.
     fn count(&mut self, planned: &Planned, exposed_seconds: f64) {
-        let counters = &mut self.counters;
+        let counters = if self.decodes { &mut self.counters } else { &mut self.prompts };
         counters.points += 1;
         counters.hits += planned.n_hits as u64;
         counters.fetched += planned.n_fetched as u64;
@@ -428,6 +454,9 @@ impl Planner {
         let busy = planned.split.link_seconds + planned.split.host_seconds;
         counters.exposed_seconds += exposed_seconds;
         counters.hidden_seconds += (busy - exposed_seconds).max(0.0);
+        if !self.decodes {
+            return;
+        }
         let (hits, misses) =
             (planned.n_hits as f64, (planned.n_fetched + planned.n_in_place + planned.n_host) as f64);
         let (mean_hits, mean_misses) = self.means.get_or_insert((hits, misses));

@@ -27,14 +27,14 @@ const MANY_ROWS: usize = 16;
 /// Experts of a route point of the probe.
 const TOP_K: usize = 8;
 
-/// The rates for these experts: those on disk, or measured now and written there. The slots behind `first_slot` are used.
+/// The rates for these experts: those on disk, or measured now and written there. The `n_ring` slots behind `first_slot` are used.
 ///
 /// # Errors
 /// The device's. A file that cannot be read or written is no error: the rates are measured again.
 pub(super) fn rates(
     backend: &Arc<dyn Backend>,
     pool: &Arc<ExpertPool>,
-    first_slot: usize,
+    [first_slot, n_ring]: [usize; 2],
     banks: &ExpertBanks,
     host: Option<&mut HostExperts>,
     folder: Option<&Path>,
@@ -43,8 +43,14 @@ pub(super) fn rates(
     let record = &pool.record;
     let host_name = host.as_ref().map_or("none".into(), |host| host.name());
     let name = format!(
-        "{} {} {} {host_name} {} {}x{}.json",
-        caps.backend, caps.device, caps.detail, record.format, record.hidden, record.intermediate
+        "{} {} {} {} {host_name} {} {}x{}.json",
+        caps.backend,
+        caps.device,
+        caps.detail,
+        caps.precision,
+        record.format,
+        record.hidden,
+        record.intermediate
     );
     let name: String =
         name.chars().map(|c| if c.is_ascii_alphanumeric() || ".-".contains(c) { c } else { '_' }).collect();
@@ -56,7 +62,7 @@ pub(super) fn rates(
     if let Some(rates) = known.filter(Rates::is_valid) {
         return Ok(rates);
     }
-    let rates = Probe { backend, pool, first_slot, banks }.measure(host)?;
+    let rates = Probe { backend, pool, first_slot, n_ring, banks }.measure(host)?;
     if let Some((file, folder)) = file.zip(folder) {
         let written = fs::create_dir_all(folder).and_then(|()| fs::write(file, serde_json::to_vec(&rates)?));
         // Without the file, the next start measures again.
@@ -69,6 +75,7 @@ struct Probe<'a> {
     backend: &'a Arc<dyn Backend>,
     pool: &'a Arc<ExpertPool>,
     first_slot: usize,
+    n_ring: usize,
     banks: &'a ExpertBanks,
 }
 
@@ -101,7 +108,7 @@ impl Probe<'_> {
         let many = work.run(host, WINDOW / 4, 1, MANY_ROWS)?;
         let flops = 6.0 * self.pool.record.hidden as f64 * self.pool.record.intermediate as f64;
         rates.host_flops = MANY_ROWS as f64 * flops / many;
-        [rates.link_shared, rates.host_shared] = self.both(host, &mut work)?;
+        [rates.link_shared, rates.host_shared] = self.both(host, &mut work, &rates)?;
         // What was measured side by side is not faster than alone.
         rates.link_shared = rates.link_shared.min(rates.link_alone);
         rates.host_shared = rates.host_shared.min(rates.host_alone);
@@ -121,11 +128,11 @@ impl Probe<'_> {
 
     /// Queues records into the slots of the ring, and gives their bytes.
     fn queue_records(&self, next: &mut usize, n: usize) -> Result<usize> {
-        let (record, n_ring) = (self.pool.record.bytes, self.pool.n_slots() - self.first_slot);
+        let record = self.pool.record.bytes;
         for _ in 0..n {
             let (layer, expert) =
                 (*next / self.pool.n_experts % self.pool.n_layers, *next % self.pool.n_experts);
-            let slot = self.first_slot + *next % n_ring;
+            let slot = self.first_slot + *next % self.n_ring;
             let bank = &self.banks.layers()[layer];
             self.backend.upload(Lane::Copy, bank, expert * record, &self.pool.slot(slot))?;
             *next += 1;
@@ -146,16 +153,18 @@ impl Probe<'_> {
         Ok(bytes as f64 / start.elapsed().as_secs_f64())
     }
 
-    /// Link and host at once: bytes a second of each. The host computes while queued records cross the link, in windows that
-    /// begin and end together.
-    fn both(&self, host: &mut HostExperts, work: &mut HostWork) -> Result<[f64; 2]> {
+    /// Link and host at once: bytes a second of each. The host computes while queued records cross the link, as many as take
+    /// about as long, so that hardly a part of either runs alone.
+    fn both(&self, host: &mut HostExperts, work: &mut HostWork, rates: &Rates) -> Result<[f64; 2]> {
+        let as_long = TOP_K as f64 * rates.link_alone / rates.host_alone;
+        let n_sent = (as_long.round() as usize).clamp(1, 64 * TOP_K);
         let record = self.pool.record.weight_bytes() as f64;
         let (mut next, mut link_bytes, mut link_seconds) = (0, 0, 0.0);
         let (mut host_experts, mut host_seconds) = (0, 0.0);
         let start = Instant::now();
         while start.elapsed() < WINDOW {
             let begun = Instant::now();
-            let bytes = self.queue_records(&mut next, 2 * TOP_K)?;
+            let bytes = self.queue_records(&mut next, n_sent)?;
             let queued = begun.elapsed();
             host_experts += work.call(host, TOP_K, 1)?;
             host_seconds += (begun.elapsed() - queued).as_secs_f64();
@@ -170,7 +179,7 @@ impl Probe<'_> {
     /// nothing at once.
     fn round_trip(&self) -> Result<[f64; 2]> {
         let record = &self.pool.record;
-        let top_k = TOP_K.min(self.pool.n_slots() - self.first_slot).min(self.pool.n_experts);
+        let top_k = TOP_K.min(self.n_ring).min(self.pool.n_experts);
         let words = |n: usize| -> Result<View> { Ok(self.backend.alloc(n * 4)?.whole()) };
         let ids = words(top_k)?;
         self.backend.write(&ids, bytemuck::cast_slice(&(0..top_k as i32).collect::<Vec<_>>()))?;

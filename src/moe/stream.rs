@@ -5,7 +5,7 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use freetoken_backend::{
-    Backend, Event, ExpertPool, Experts, HostBuffer, Lane, Program, Result, TableChange, View,
+    Backend, Error, Event, ExpertPool, Experts, HostBuffer, Lane, Program, Result, TableChange, View,
 };
 
 use super::{ExpertBanks, ExpertCache};
@@ -152,8 +152,12 @@ impl ExpertStream {
         let n_routes = ids.bytes() / 4;
         self.backend.read(ids, bytemuck::cast_slice_mut(&mut self.ids[..n_routes]))?;
         self.counts.fill(0);
-        for id in self.ids[..n_routes].iter().filter_map(|&id| usize::try_from(id).ok()) {
-            self.counts[id] += 1;
+        for id in self.ids[..n_routes].iter().filter(|id| **id >= 0) {
+            let Some(count) = self.counts.get_mut(*id as usize) else {
+                let why = format!("the router chose expert {id} of {}", self.counts.len());
+                return Err(Error::StepFailed { layer, why });
+            };
+            *count += 1;
         }
         let mut streamed = Streamed { n_wasted: self.drop_unused(layer), ..Streamed::default() };
         let n_used = self.counts.iter().filter(|count| **count > 0).count();
@@ -170,6 +174,7 @@ impl ExpertStream {
                 streamed.n_hits += 1;
             }
         }
+        assert!(self.arrivals.iter().all(|arrival| arrival.layer == layer), "arrivals of another step");
         self.list_misses(layer, cache);
         if streamed.n_hits > 0 {
             self.compute(mlp)?;

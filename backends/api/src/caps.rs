@@ -41,6 +41,8 @@ pub struct Caps {
     pub prefill_rows: usize,
     /// Device memory is host memory: [`crate::Backend::import`] costs nothing and weights stay where they are mapped.
     pub host_memory: bool,
+    /// Device and host have one memory: what lies in a [`crate::HostBuffer`] is read in place as fast as anything else.
+    pub unified_memory: bool,
     /// The device can read a [`crate::HostBuffer`] in place.
     pub reads_host: bool,
     /// Copies and compute overlap without help from a kernel.

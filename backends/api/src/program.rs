@@ -32,7 +32,7 @@ pub struct RouteAsk<'a> {
     pub ids: &'a [i32],
     /// Router weights, `[n_rows, top_k]`.
     pub weights: &'a [f32],
-    /// What the experts multiply, `[n_rows, hidden]`.
+    /// What the experts multiply, `[n_rows, hidden]`; may be empty where every route has a slot.
     pub rows: &'a [f32],
     /// What the device measured of its link since the last question, where it measures.
     pub link: Option<LinkSample>,
@@ -56,7 +56,8 @@ pub struct TableChange {
     pub slot: i32,
 }
 
-/// What the host answers. Experts in none of the lists are hits. The lists keep their capacity from step to step.
+/// What the host answers. Experts in none of the lists are hits; where every route hits, the reply is empty. The lists keep their
+/// capacity from step to step.
 #[derive(Default)]
 pub struct RouteReply {
     /// Applied in order before anything is computed: former owners leave, arrivals enter.

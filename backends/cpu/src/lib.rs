@@ -90,6 +90,7 @@ impl Cpu {
             max_storage_buffers: u32::MAX,
             prefill_rows: 512,
             host_memory: true,
+            unified_memory: true,
             reads_host: true,
             copy_lane: false,
         };

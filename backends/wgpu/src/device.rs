@@ -181,6 +181,7 @@ impl Wgpu {
             max_storage_buffers: gpu.limits.max_storage_buffers_per_shader_stage,
             prefill_rows: if gpu.software { SOFTWARE_PREFILL_ROWS } else { PREFILL_ROWS },
             host_memory: false,
+            unified_memory: matches!(facts.kind, "integrated" | "software"),
             reads_host: gpu.host != HostPath::Copied,
             copy_lane: false,
         };

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use freetoken_backend::Backend;
 
 use super::{
@@ -66,6 +66,16 @@ pub(super) fn run(args: &BenchArgs, backend: &Arc<dyn Backend>) -> Result<(Strin
     let base = options(args, deepest);
     let resident = {
         let mut subject = source.subject(args, backend.clone(), &base, deepest)?;
+        ensure!(
+            subject.engine.model().sizes().moe.is_some_and(|moe| moe.n_layers > 0),
+            "{} has no routed experts, and --elastic measures those",
+            subject.name
+        );
+        ensure!(
+            subject.engine.elastic().is_none(),
+            "{} does not fit on the device, and the bound needs a step with all experts there: try fewer --layers",
+            subject.name
+        );
         resident(&mut subject, args, depth)?
     };
     let mut shares = args.cache.clone();
