@@ -68,10 +68,8 @@ fn plan(
     let supply = Supply { free, vram, cache, host: os::available_memory() };
     let n_experts = sizes.moe.map_or(0, |moe| moe.n_layers * moe.n_experts);
     let expert_bytes = inventory.expert_bytes().unwrap_or(0) * n_experts as u64;
-    let record_bytes = match sizes.moe {
-        Some(moe) if n_experts > 0 => {
-            record(inventory.expert_format()?, sizes.hidden, moe.intermediate).bytes as u64
-        }
+    let record_bytes = match (sizes.moe, inventory.expert_format) {
+        (Some(moe), Some(format)) => record(format, sizes.hidden, moe.intermediate).bytes as u64,
         _ => 0,
     };
     let demand = Demand {

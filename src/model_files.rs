@@ -211,8 +211,9 @@ impl WeightSource for Checkpoint {
         Ok((tensor.dtype, tensor.bytes))
     }
 
-    fn contains(&self, name: &str) -> bool {
-        Checkpoint::contains(self, name)
+    fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)> {
+        let tensor = self.contains(name).then(|| Checkpoint::tensor(self, name).ok())??;
+        Some((tensor.dtype, tensor.shape))
     }
 }
 

@@ -7,11 +7,13 @@ use std::{
     sync::Arc,
 };
 
-use freetoken::golden;
+use freetoken::golden::{self, PLACEMENTS};
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
 const TAKEN: [&str; 3] = ["qwen3_moe-bf16", "qwen3-bf16", "llama-bf16"];
+/// Codes and scales as their publishers store them; expected outputs are those of the dequantised weights.
+const QUANTISED: [&str; 3] = ["qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_moe-nvfp4-modelopt"];
 /// Read from the folder that `FREETOKEN_GOLDEN` names, where it does.
 const OUTSIDE: [&str; 3] = ["qwen3_moe-f32", "qwen3-f32", "llama-f32"];
 
@@ -31,14 +33,14 @@ fn cpu(precision: Precision) -> Arc<dyn Backend> {
 
 #[test]
 fn the_scalar_reference_gives_the_golden_outputs() {
-    for name in TAKEN {
+    for name in TAKEN.into_iter().chain(QUANTISED) {
         check(&taken(name), Arc::new(Cpu::reference()));
     }
 }
 
 #[test]
 fn the_cpu_gives_the_golden_outputs_in_f32() {
-    for name in TAKEN {
+    for name in TAKEN.into_iter().chain(QUANTISED) {
         for cpu in Cpu::every_isa(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap() {
             check(&taken(name), Arc::new(cpu));
         }
@@ -47,8 +49,20 @@ fn the_cpu_gives_the_golden_outputs_in_f32() {
 
 #[test]
 fn the_cpu_stays_close_in_auto() {
-    for name in TAKEN {
+    for name in TAKEN.into_iter().chain(QUANTISED) {
         check(&taken(name), cpu(Precision::Auto));
+    }
+}
+
+#[test]
+fn quantised_experts_may_be_anywhere() {
+    for precision in [Precision::F32, Precision::Auto] {
+        for (name, placement) in QUANTISED.iter().flat_map(|name| PLACEMENTS.iter().map(move |p| (name, p))) {
+            let (device, host) = (cpu(precision), cpu(precision));
+            let report = golden::run_placed(&taken(name), &device, &host, placement).unwrap();
+            assert!(report.passed(), "{name} {precision}, experts {}\n{report}", placement.name);
+            assert_eq!(report.experts.is_some(), placement.slots.is_some(), "{name}, {}", placement.name);
+        }
     }
 }
 

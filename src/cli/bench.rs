@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use clap::{ArgGroup, Args, builder::ArgPredicate};
-use freetoken_backend::Caps;
+use freetoken_backend::{Caps, Format};
 use serde_json::{Value, json};
 
 use self::{cache::TraceSource, subject::Subject, table::Table};
@@ -74,6 +74,9 @@ pub(super) struct BenchArgs {
     /// Measure the experts of a layer alone instead, on experts that are made up (2048x768, top 8, unless a model is given).
     #[arg(long, conflicts_with = "ops")]
     expert_mlp: bool,
+    /// With --expert-mlp: how the experts are stored.
+    #[arg(long, value_name = "bf16|fp8|nvfp4|mxfp4", default_value = "bf16", value_parser = format, requires = "expert_mlp")]
+    format: Format,
     /// Measure route points alone instead: layers whose experts are all in slots, or fetched, read in place, or left to a
     /// host that answers zeros. Its experts are made up (2048x768, top 8).
     #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "what"])]
@@ -122,6 +125,13 @@ pub(super) struct BenchArgs {
 fn per_cent(text: &str) -> Result<f64, String> {
     let share = text.parse().ok().filter(|share| (0.0..=100.0).contains(share));
     share.ok_or_else(|| "a share is from 0 to 100".into())
+}
+
+/// A format that experts are made in.
+fn format(text: &str) -> Result<Format, String> {
+    let known = [Format::Bf16, Format::Fp8, Format::Nvfp4, Format::Mxfp4];
+    let found = known.into_iter().find(|format| format.to_string() == text);
+    found.ok_or_else(|| "experts are made in bf16, fp8, nvfp4 or mxfp4".into())
 }
 
 pub(super) fn run(args: BenchArgs) -> Result<()> {

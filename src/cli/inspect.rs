@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 use super::terminal::print_line;
 use crate::{
     devices,
+    formats::quantised::is_left_aside,
     model_files::ModelFiles,
     models::{Inventory, Sizes},
 };
@@ -57,7 +58,10 @@ impl<'a> Report<'a> {
             model_type: files.config().text("model_type")?,
             inventory,
             has_template: files.template().is_some(),
-            unused: names.filter(|name| !used.contains(name)).map(str::to_owned).collect(),
+            unused: names
+                .filter(|name| !used.contains(name) && !is_left_aside(name))
+                .map(str::to_owned)
+                .collect(),
             room: Room::new(inventory.bytes(), &inventory.sizes, free_bytes),
         })
     }

@@ -9,6 +9,7 @@
 //! - [`generation_config`]: what a checkpoint says about how to generate from it
 //! - [`json`]: JSON of bounded size, with errors that say where
 //! - [`mapped`]: files opened and mapped read-only
+//! - [`quantised`]: weights of several tensors: codes, scales, globals
 //! - [`mod@safetensors`]: one safetensors file, its header checked, its tensors slices of the mapping
 //! - [`tokenizer`]: text to token ids and back
 //! - [`write`](mod@write): streaming writer of safetensors files and sharded checkpoints
@@ -18,6 +19,7 @@ pub mod error;
 pub mod generation_config;
 pub mod json;
 pub mod mapped;
+pub mod quantised;
 pub mod safetensors;
 pub mod tokenizer;
 pub mod write;

@@ -62,7 +62,7 @@ pub(super) struct Ends {
     /// `[hidden]`
     norm: Weight,
     /// `[vocab, hidden]`: the embedding itself where they are tied.
-    lm_head: Weight,
+    lm_head: Matrix,
     eps: f32,
 }
 
@@ -72,9 +72,9 @@ impl Ends {
         s: &Sizes,
         weights: &mut Weights<'_>,
     ) -> Result<Self, ModelError> {
-        let embed_tokens = weights.matrix("model.embed_tokens.weight", s.vocab, s.hidden)?;
+        let embed_tokens = weights.plain_matrix("model.embed_tokens.weight", s.vocab, s.hidden)?;
         let lm_head = if config.flag("tie_word_embeddings", false)? {
-            embed_tokens.clone()
+            embed_tokens.clone().into()
         } else {
             weights.matrix("lm_head.weight", s.vocab, s.hidden)?
         };
@@ -102,7 +102,7 @@ impl Ends {
             x: b.x.clone(),
             rows: Some(b.logit_rows.clone()),
             norm: Some(self.norm.clone()),
-            weight: self.lm_head.clone().into(),
+            weight: self.lm_head.clone(),
             bias: None,
             p: MatMulParams {
                 n_rows: b.n_sequences as u32,
@@ -207,7 +207,7 @@ impl SelfAttention {
             qkv_bias,
             q_norm,
             k_norm,
-            o_proj: weights.matrix(&name("self_attn.o_proj.weight"), s.hidden, q)?.into(),
+            o_proj: weights.matrix(&name("self_attn.o_proj.weight"), s.hidden, q)?,
             o_bias,
             eps: eps(config)?,
         })
@@ -309,7 +309,7 @@ impl Mlp {
             post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), hidden)?,
             gate_up_proj: weights.stacked(&gate_up, hidden)?,
             gate_up_bias,
-            down_proj: weights.matrix(&name("mlp.down_proj.weight"), hidden, inner)?.into(),
+            down_proj: weights.matrix(&name("mlp.down_proj.weight"), hidden, inner)?,
             down_bias,
             eps: eps(config)?,
         })
@@ -379,7 +379,7 @@ impl SparseMoe {
         let expert = |e: usize, what: &str| name(&format!("mlp.experts.{e}.{what}.weight"));
         Ok(SparseMoe {
             post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), hidden)?,
-            gate: weights.matrix(&name("mlp.gate.weight"), moe.n_experts, hidden)?,
+            gate: weights.plain_matrix(&name("mlp.gate.weight"), moe.n_experts, hidden)?,
             moe_layer: weights.experts(moe.n_experts, hidden, moe.intermediate, expert)?,
             renormalize: config.flag("norm_topk_prob", false)?,
             eps: eps(config)?,

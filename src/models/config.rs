@@ -5,6 +5,7 @@ use std::{fmt::Display, ops::RangeInclusive};
 use serde_json::{Map, Value};
 
 use super::MODEL_TYPES;
+use crate::formats::quantised::FP8_BLOCK;
 
 /// A field of a configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -146,6 +147,41 @@ impl<'a> ConfigFile<'a> {
         }
     }
 
+    /// Refuses weights quantised in a way that no scheme of [`crate::formats::quantised`] reads. What is read is told by the
+    /// tensors; this says it before a tensor with a strange name is missing.
+    pub(super) fn known_quantisation(&self) -> Result<(), ConfigError> {
+        let Some(quantisation) = self.object("quantization_config", "quantization_config.")? else {
+            return Ok(());
+        };
+        let one_of = |field: &str, known: &[&str]| {
+            let found = quantisation.text(field)?;
+            if known.contains(&found.as_str()) {
+                return Ok(found);
+            }
+            let found: String = found.chars().filter(|c| !c.is_control()).take(60).collect();
+            let problem = format!("is \"{found}\", which does not run; those that do: {}", known.join(", "));
+            Err(quantisation.error(field, problem))
+        };
+        let methods = ["fp8", "modelopt", "modelopt_fp4", "compressed-tensors", "mxfp4"];
+        match one_of("quant_method", &methods)?.as_str() {
+            "fp8" => {
+                let block = quantisation.counts("weight_block_size", 1 << 20)?;
+                if !block.is_empty() && block != [FP8_BLOCK; 2] {
+                    let problem = "must be [128, 128]; other blocks do not run";
+                    return Err(quantisation.error("weight_block_size", problem));
+                }
+            }
+            "modelopt" | "modelopt_fp4" if quantisation.has("quant_algo") => {
+                one_of("quant_algo", &["NVFP4", "FP8"])?;
+            }
+            "compressed-tensors" => {
+                one_of("format", &["nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"])?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
     /// Refuses attention over a sliding window.
     pub(super) fn full_attention(&self) -> Result<(), ConfigError> {
         if self.flag("use_sliding_window", false)? && self.has("sliding_window") {
@@ -163,6 +199,46 @@ mod tests {
 
     fn fields(json: Value) -> Map<String, Value> {
         json.as_object().unwrap().clone()
+    }
+
+    #[test]
+    fn quantisation_that_does_not_run_is_said() {
+        let check = |json: Value| {
+            let fields = fields(serde_json::json!({ "quantization_config": json }));
+            ConfigFile::new("config.json", &fields).known_quantisation().map_err(|e| e.to_string())
+        };
+        for known in [
+            serde_json::json!(null),
+            serde_json::json!({ "quant_method": "fp8" }),
+            serde_json::json!({ "quant_method": "fp8", "weight_block_size": [128, 128] }),
+            serde_json::json!({ "quant_method": "modelopt", "quant_algo": "NVFP4" }),
+            serde_json::json!({ "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized" }),
+            serde_json::json!({ "quant_method": "mxfp4" }),
+        ] {
+            check(known).unwrap();
+        }
+        for (json, part) in [
+            (serde_json::json!({}), "`quantization_config.quant_method` is missing"),
+            (
+                serde_json::json!({ "quant_method": "gptq" }),
+                "is \"gptq\", which does not run; those that do: fp8",
+            ),
+            (
+                serde_json::json!({ "quant_method": "fp8", "weight_block_size": [64, 64] }),
+                "`quantization_config.weight_block_size` must be [128, 128]",
+            ),
+            (
+                serde_json::json!({ "quant_method": "compressed-tensors", "format": "pack-quantized" }),
+                "`quantization_config.format` is \"pack-quantized\"",
+            ),
+            (
+                serde_json::json!({ "quant_method": "modelopt", "quant_algo": "W4A8_AWQ" }),
+                "`quantization_config.quant_algo` is \"W4A8_AWQ\"",
+            ),
+        ] {
+            let sentence = check(json).unwrap_err();
+            assert!(sentence.contains(part), "{sentence}");
+        }
     }
 
     #[test]

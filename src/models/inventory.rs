@@ -3,12 +3,12 @@
 
 use std::{cell::RefCell, sync::Arc};
 
-use freetoken_backend::{Backend, Format, HostBytes, os};
+use freetoken_backend::{Backend, Experts, Format, HostBytes, os};
 
 use super::{
-    ConfigFile, ModelError, MoeSizes, Sizes, TensorError, WeightSource, Weights, load, weights::format_of,
+    ConfigFile, LoadedExperts, ModelError, MoeSizes, Sizes, TensorError, WeightSource, Weights, load,
 };
-use crate::formats::{Dtype, FormatError, error::TensorFault, write::TensorSpec};
+use crate::formats::{Dtype, FormatError, error::TensorFault, quantised::n_weights, write::TensorSpec};
 
 /// The tensors of a model, in the order in which it asks for them, and its sizes.
 #[derive(Debug, Clone)]
@@ -17,6 +17,8 @@ pub struct Inventory {
     pub tensors: Vec<TensorSpec>,
     /// What an engine must know of the model.
     pub sizes: Sizes,
+    /// How routed experts are stored, where there are any.
+    pub expert_format: Option<Format>,
 }
 
 impl Inventory {
@@ -51,19 +53,25 @@ impl Inventory {
             tensors: RefCell::default(),
             memory: RefCell::new(HostBytes::from_static(&[])),
         };
-        let sizes = load(config, &mut Weights::new(backend, &zeros, &mut |_| ()))?.sizes().clone();
-        Ok(Inventory { tensors: zeros.tensors.into_inner(), sizes })
+        let mut heard = |_| ();
+        let mut weights = Weights::new(backend, &zeros, &mut heard);
+        let sizes = load(config, &mut weights)?.sizes().clone();
+        let LoadedExperts::Placed(experts) = weights.into_experts() else {
+            unreachable!("no banks were asked for")
+        };
+        let expert_format = experts.first().map(Experts::format);
+        Ok(Inventory { tensors: zeros.tensors.into_inner(), sizes, expert_format })
     }
 
     /// Weights of the model, each counted once.
     pub fn n_params(&self) -> u64 {
-        self.tensors.iter().map(n_elements).sum()
+        self.tensors.iter().map(n_weights).sum()
     }
 
     /// Weights that one token meets: all but the experts that it is not routed to. The embedding counts whole, as
     /// publishers of models count it.
     pub fn n_active_params(&self) -> u64 {
-        let routed: u64 = self.routed().map(n_elements).sum();
+        let routed: u64 = self.routed().map(n_weights).sum();
         let met = self.sizes.moe.map_or(0, |moe| routed / moe.n_experts as u64 * moe.top_k as u64);
         self.n_params() - routed + met
     }
@@ -88,16 +96,6 @@ impl Inventory {
     pub fn expert_bytes(&self) -> Option<u64> {
         let MoeSizes { n_layers, n_experts, .. } = self.sizes.moe.filter(|moe| moe.n_layers > 0)?;
         Some(self.routed().map(bytes).sum::<u64>() / (n_layers * n_experts) as u64)
-    }
-
-    /// How routed experts are stored.
-    ///
-    /// # Errors
-    /// [`TensorError`] for a type that experts are not stored in.
-    pub fn expert_format(&self) -> Result<Format, ModelError> {
-        let first = self.routed().next().expect("asked of a model with experts");
-        let format = format_of(&first.name, first.dtype)?;
-        Ok(format)
     }
 
     /// Bytes by element type, most first.
@@ -161,8 +159,12 @@ impl WeightSource for Zeros<'_> {
         Ok((dtype, memory.slice(0..bytes)))
     }
 
-    fn contains(&self, name: &str) -> bool {
-        self.checkpoint.is_some_and(|checkpoint| checkpoint.contains(name))
+    fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)> {
+        self.checkpoint?.spec(name)
+    }
+
+    fn is_blank(&self) -> bool {
+        true
     }
 }
 

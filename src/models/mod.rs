@@ -98,6 +98,7 @@ pub enum ModelError {
 /// # Errors
 /// [`ModelError`]: an unknown `model_type`, a bad field, a missing or misshapen tensor, no memory.
 pub fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result<Box<dyn Model>, ModelError> {
+    config.known_quantisation()?;
     Ok(match config.text("model_type")?.as_str() {
         "llama" => Box::new(llama::load(config, weights)?),
         "qwen3" => Box::new(qwen3::load(config, weights)?),

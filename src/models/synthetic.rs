@@ -22,7 +22,7 @@ use freetoken_backend::{HostBytes, os};
 use half::bf16;
 
 use super::{MoeSizes, Sizes, TensorError, WeightSource};
-use crate::formats::{Dtype, FormatError, write::TensorSpec};
+use crate::formats::{Dtype, FormatError, quantised::n_weights, write::TensorSpec};
 
 /// Standard deviation of the embedding.
 const EMBED_DEVIATION: f32 = 0.5;
@@ -178,6 +178,26 @@ impl Synthetic {
         mix(name.bytes().fold(0xcbf2_9ce4_8422_2325, fnv) ^ mix(self.seed))
     }
 
+    /// A tensor of a quantised weight: codes that belong to seed and name, scales that are all alike.
+    fn fill_quantised(&self, tensor: &TensorSpec, out: &mut [u8]) {
+        let is_scale = n_weights(tensor) == 0;
+        match tensor.dtype {
+            Dtype::F32 => out.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&DEVIATION.to_le_bytes())),
+            // 1 as an e4m3, 1/64 as a power of two.
+            Dtype::F8_E4M3 if is_scale => out.fill(0x38),
+            Dtype::U8 if is_scale => out.fill(127 - 6),
+            dtype => {
+                // The largest exponents of e4m3 are left out: two of their codes are no number.
+                let mask = if dtype == Dtype::F8_E4M3 { 0xbf } else { 0xff };
+                let key = self.key(&tensor.name);
+                for (i, out) in out.chunks_mut(8).enumerate() {
+                    let word = mix(key.wrapping_add((i as u64).wrapping_mul(STEP))).to_le_bytes();
+                    out.iter_mut().zip(word).for_each(|(out, byte)| *out = byte & mask);
+                }
+            }
+        }
+    }
+
     /// Makes `out.len()` elements of a tensor from element `start` on, a multiple of 4, with all cores.
     pub fn fill_parallel(&self, tensor: &TensorSpec, start: usize, out: &mut [bf16]) {
         self.fill_pieces(pieces(tensor, start, out), &mut |_| ());
@@ -251,15 +271,19 @@ fn set_column_0(tensor: &TensorSpec, start: usize, out: &mut [bf16], value: impl
     }
 }
 
+fn n_bytes(tensor: &TensorSpec) -> usize {
+    tensor.shape.iter().product::<usize>() * tensor.dtype.bitsize() / 8
+}
+
 /// A made-up checkpoint in memory.
 pub struct SyntheticCheckpoint {
     memory: HostBytes,
-    /// Tensor name to its shape and its place in `memory`.
-    tensors: HashMap<String, (Vec<usize>, Range<usize>)>,
+    /// Tensor name to its type, its shape and its place in `memory`.
+    tensors: HashMap<String, (Dtype, Vec<usize>, Range<usize>)>,
 }
 
 impl SyntheticCheckpoint {
-    /// Makes BF16 tensors with all cores; `progress` hears the bytes.
+    /// Makes BF16 tensors with all cores, and tensors of quantised weights; `progress` hears the bytes.
     ///
     /// # Errors
     /// The system's refusal of so much memory.
@@ -271,21 +295,24 @@ impl SyntheticCheckpoint {
         let mut places = HashMap::new();
         let mut end = 0;
         for tensor in tensors {
-            assert_eq!(tensor.dtype, Dtype::BF16, "made-up weights are BF16");
-            let bytes = 2 * tensor.shape.iter().product::<usize>();
-            places.insert(tensor.name.clone(), (tensor.shape.clone(), end..end + bytes));
+            let bytes = n_bytes(tensor);
+            places.insert(tensor.name.clone(), (tensor.dtype, tensor.shape.clone(), end..end + bytes));
             end = (end + bytes).next_multiple_of(TENSOR_ALIGN);
         }
         let mut memory = os::anonymous(end.max(1))?;
         let mut rest: &mut [bf16] = bytemuck::cast_slice_mut(&mut memory.as_mut()[..end]);
-        let outs: Vec<_> = tensors
-            .iter()
-            .map(|tensor| {
-                let n: usize = tensor.shape.iter().product();
-                let aligned = n.next_multiple_of(TENSOR_ALIGN / size_of::<bf16>());
-                (tensor, &mut rest.split_off_mut(..aligned).expect("the memory holds all tensors")[..n])
-            })
-            .collect();
+        let mut outs = Vec::new();
+        for tensor in tensors {
+            let bytes = n_bytes(tensor);
+            let aligned = bytes.next_multiple_of(TENSOR_ALIGN) / size_of::<bf16>();
+            let out = rest.split_off_mut(..aligned).expect("the memory holds all tensors");
+            if tensor.dtype == Dtype::BF16 {
+                outs.push((tensor, &mut out[..bytes / size_of::<bf16>()]));
+            } else {
+                synthetic.fill_quantised(tensor, &mut bytemuck::cast_slice_mut(out)[..bytes]);
+                progress(bytes as u64);
+            }
+        }
         synthetic.fill_pieces(outs.into_iter().flat_map(|(tensor, out)| pieces(tensor, 0, out)), progress);
         Ok(SyntheticCheckpoint { memory: HostBytes::new(Arc::new(memory)), tensors: places })
     }
@@ -293,7 +320,7 @@ impl SyntheticCheckpoint {
 
 impl WeightSource for SyntheticCheckpoint {
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(Dtype, HostBytes), TensorError> {
-        let (found, range) = self.tensors.get(name).ok_or_else(|| FormatError::MissingTensor {
+        let (dtype, found, range) = self.tensors.get(name).ok_or_else(|| FormatError::MissingTensor {
             dir: "the made-up checkpoint".into(),
             tensor: name.into(),
             n_tensors: self.tensors.len(),
@@ -306,11 +333,11 @@ impl WeightSource for SyntheticCheckpoint {
                 expected: shape.to_vec(),
             });
         }
-        Ok((Dtype::BF16, self.memory.slice(range.clone())))
+        Ok((*dtype, self.memory.slice(range.clone())))
     }
 
-    fn contains(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
+    fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)> {
+        self.tensors.get(name).map(|(dtype, shape, _)| (*dtype, shape.clone()))
     }
 }
 

@@ -1,14 +1,19 @@
 //! From names of tensors to weights on a device: shapes are checked, pieces are stacked, experts get their place.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use freetoken_backend::{
-    Backend, ExpertPool, ExpertRecord, ExpertWeights, Experts, Format, HostBytes, Matrix, Weight, os, record,
+    Backend, Banks, ExpertPool, ExpertRecord, ExpertWeights, Experts, Format, HostBytes, Matrix, Weight, os,
+    record,
 };
 
 use super::ModelError;
 use crate::{
-    formats::{Dtype, FormatError},
+    formats::{
+        Dtype, FormatError,
+        quantised::{HostMatrix, QuantisedError, Scheme},
+        write::TensorSpec,
+    },
     moe::ExpertBanks,
 };
 
@@ -20,8 +25,13 @@ pub trait WeightSource {
     /// [`TensorError`] when it is missing or has another shape.
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(Dtype, HostBytes), TensorError>;
 
-    /// Whether there is a tensor of this name.
-    fn contains(&self, name: &str) -> bool;
+    /// Type and shape of the tensor of this name, if there is one.
+    fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)>;
+
+    /// Whether all values are zeros that stand for others, which nobody should judge.
+    fn is_blank(&self) -> bool {
+        false
+    }
 }
 
 /// A tensor that cannot be used.
@@ -42,8 +52,11 @@ pub enum TensorError {
         /// Shape by the configuration.
         expected: Vec<usize>,
     },
+    /// A part of a quantised weight is wrong.
+    #[error(transparent)]
+    Quantised(#[from] QuantisedError),
     /// Its elements are of a type that this model has no use for.
-    #[error("tensor `{name}` holds {found}; weights are BF16, F16 or F32")]
+    #[error("tensor `{name}` holds {found}; this weight must be BF16, F16 or F32")]
     Dtype {
         /// Name.
         name: String,
@@ -113,41 +126,91 @@ impl<'a> Weights<'a> {
 
     /// Whether the checkpoint has a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
-        self.source.contains(name)
+        self.source.spec(name).is_some()
     }
 
-    fn fetch(&mut self, name: &str, shape: &[usize]) -> Result<(Format, HostBytes), TensorError> {
+    fn fetch(&mut self, name: &str, shape: &[usize]) -> Result<(Dtype, HostBytes), TensorError> {
         let (dtype, bytes) = self.source.tensor(name, shape)?;
-        let format = format_of(name, dtype)?;
         self.used.insert(name.into());
         (self.progress)(bytes.len() as u64);
-        Ok((format, bytes))
+        Ok((dtype, bytes))
     }
 
-    fn place(
-        &self,
-        format: Format,
-        bytes: &HostBytes,
+    /// A matrix that is codes only.
+    fn fetch_plain(
+        &mut self,
+        name: &str,
         rows: usize,
         cols: usize,
-    ) -> Result<Weight, ModelError> {
-        let buffer = if self.backend.caps().host_memory {
-            self.backend.import(bytes)?
-        } else {
-            let buffer = self.backend.alloc(bytes.len())?;
-            self.backend.write(&buffer.whole(), bytes.as_slice())?;
-            buffer
-        };
-        Ok(Weight { view: buffer.whole(), format, rows, cols })
+        shape: &[usize],
+    ) -> Result<HostMatrix, TensorError> {
+        let (dtype, codes) = self.fetch(name, shape)?;
+        Ok(HostMatrix { format: format_of(name, dtype)?, rows, cols, codes, scales: None, globals: None })
     }
 
-    /// A matrix `[rows, cols]`.
+    /// A matrix of any format. `name` is that of the weight; a quantised one also has, or instead of it, tensors beside.
+    fn fetch_matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<HostMatrix, TensorError> {
+        let source = self.source;
+        let dtype = |name: &str| source.spec(name).map(|(dtype, _)| dtype);
+        let module = name.strip_suffix(".weight");
+        let Some((module, scheme)) = module.and_then(|module| Some((module, Scheme::find(module, dtype)?)))
+        else {
+            return self.fetch_plain(name, rows, cols, &[rows, cols]);
+        };
+        scheme.matrix(module, [rows, cols], source.is_blank(), |name, shapes| {
+            let found = source.spec(name).and_then(|(_, found)| shapes.iter().find(|shape| **shape == found));
+            let shape = found.unwrap_or(&shapes[0]);
+            let (dtype, bytes) = self.fetch(name, shape)?;
+            Ok((TensorSpec { name: name.into(), dtype, shape: shape.clone() }, bytes))
+        })
+    }
+
+    /// Places one matrix, or several on top of each other: imported where they lie, or written one behind the other.
+    fn place(&self, pieces: &[HostMatrix]) -> Result<Matrix, ModelError> {
+        if self.backend.caps().host_memory {
+            let import = |bytes: &HostBytes| self.backend.import(bytes).map(|buffer| buffer.whole());
+            let place = |m: &HostMatrix| -> Result<Weight, ModelError> {
+                Ok(Weight {
+                    view: import(&m.codes)?,
+                    scales: m.scales.as_ref().map(import).transpose()?,
+                    globals: m.globals.as_ref().map(import).transpose()?,
+                    format: m.format,
+                    rows: m.rows,
+                    cols: m.cols,
+                })
+            };
+            return Ok(Matrix::new(pieces.iter().map(place).collect::<Result<_, _>>()?));
+        }
+        let HostMatrix { format, cols, .. } = pieces[0];
+        let rows = pieces.iter().map(|piece| piece.rows).sum();
+        let banks = Banks::new(0, format, rows, cols);
+        let buffer = self.backend.alloc(banks.end())?;
+        let mut top = 0;
+        for piece in pieces {
+            for (bytes, place) in parts(piece, &banks.rows(top..top + piece.rows, rows)) {
+                self.backend.write(&buffer.view(place), bytes.as_slice())?;
+            }
+            top += piece.rows;
+        }
+        Ok(Weight::in_banks(&buffer.whole(), &banks, format, rows, cols).into())
+    }
+
+    /// A matrix `[rows, cols]` of any format.
     ///
     /// # Errors
     /// [`ModelError`] naming the tensor.
-    pub fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
-        let (format, bytes) = self.fetch(name, &[rows, cols])?;
-        self.place(format, &bytes, rows, cols)
+    pub fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Matrix, ModelError> {
+        let matrix = self.fetch_matrix(name, rows, cols)?;
+        self.place(&[matrix])
+    }
+
+    /// A matrix `[rows, cols]` that is read by rows or by a router, and so never quantised.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the tensor.
+    pub fn plain_matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
+        let matrix = self.fetch_plain(name, rows, cols, &[rows, cols])?;
+        Ok(self.place(&[matrix])?.pieces()[0].clone())
     }
 
     /// A vector `[n]`.
@@ -155,37 +218,23 @@ impl<'a> Weights<'a> {
     /// # Errors
     /// [`ModelError`] naming the tensor.
     pub fn vector(&mut self, name: &str, n: usize) -> Result<Weight, ModelError> {
-        let (format, bytes) = self.fetch(name, &[n])?;
-        self.place(format, &bytes, 1, n)
+        let vector = self.fetch_plain(name, 1, n, &[n])?;
+        Ok(self.place(&[vector])?.pieces()[0].clone())
     }
 
-    /// Matrices stacked by rows, `(name, rows)` each.
+    /// Matrices stacked by rows, `(name, rows)` each, all of one format.
     ///
     /// # Errors
     /// [`ModelError`] naming the tensor.
     pub fn stacked(&mut self, pieces: &[(String, usize)], cols: usize) -> Result<Matrix, ModelError> {
-        let mut fetched = Vec::new();
+        let mut fetched: Vec<HostMatrix> = Vec::new();
         for (name, rows) in pieces {
-            fetched.push((self.fetch(name, &[*rows, cols])?, *rows));
+            let piece = self.fetch_matrix(name, *rows, cols)?;
+            let format = fetched.first().map_or(piece.format, |first| first.format);
+            same_format(format, &pieces[0].0, piece.format, name)?;
+            fetched.push(piece);
         }
-        let format = fetched[0].0.0;
-        for (((other, _), _), (name, _)) in fetched.iter().zip(pieces) {
-            same_format(format, &pieces[0].0, *other, name)?;
-        }
-        if self.backend.caps().host_memory {
-            let place = |((format, bytes), rows): &((Format, HostBytes), usize)| {
-                self.place(*format, bytes, *rows, cols)
-            };
-            return Ok(Matrix::new(fetched.iter().map(place).collect::<Result<_, _>>()?));
-        }
-        let rows = pieces.iter().map(|(_, rows)| rows).sum();
-        let view = self.backend.alloc(rows * format.row_bytes(cols))?.whole();
-        let mut start = 0;
-        for ((_, bytes), _) in &fetched {
-            self.backend.write(&view.slice(start..start + bytes.len()), bytes.as_slice())?;
-            start += bytes.len();
-        }
-        Ok(Weight { view, format, rows, cols }.into())
+        self.place(&fetched)
     }
 
     /// The routed experts of the next MoE layer, whose number it gives; `name(expert, "gate_proj")` gives the names of their
@@ -203,18 +252,17 @@ impl<'a> Weights<'a> {
         let mut first: Option<(Format, String)> = None;
         let mut fetched = Vec::new();
         for e in 0..n_experts {
-            let mut of = |what: &str, shape: [usize; 2]| -> Result<HostBytes, TensorError> {
+            let mut of = |what: &str, rows: usize, cols: usize| -> Result<HostMatrix, TensorError> {
                 let name = name(e, what);
-                let (format, bytes) = self.fetch(&name, &shape)?;
-                let (wanted, first) = first.get_or_insert_with(|| (format, name.clone()));
-                same_format(*wanted, first, format, &name)?;
-                Ok(bytes)
+                let matrix = self.fetch_matrix(&name, rows, cols)?;
+                let (wanted, first) = first.get_or_insert_with(|| (matrix.format, name.clone()));
+                same_format(*wanted, first, matrix.format, &name)?;
+                Ok(matrix)
             };
-            let up_shape = [intermediate, hidden];
             fetched.push([
-                of("gate_proj", up_shape)?,
-                of("up_proj", up_shape)?,
-                of("down_proj", [hidden, intermediate])?,
+                of("gate_proj", intermediate, hidden)?,
+                of("up_proj", intermediate, hidden)?,
+                of("down_proj", hidden, intermediate)?,
             ]);
         }
         let (format, first) = first.expect("a layer has experts");
@@ -227,7 +275,7 @@ impl<'a> Weights<'a> {
             for (matrices, place) in fetched.iter().zip(bank.as_mut_slice().chunks_exact_mut(record.bytes)) {
                 assemble(&record, matrices, place);
                 // What is copied need not stay in the page cache as well.
-                matrices.iter().for_each(|matrix| os::drop_pages(matrix.as_slice()));
+                matrices.iter().for_each(|matrix| os::drop_pages(matrix.codes.as_slice()));
             }
             self.first_expert = first;
             let LoadedExperts::Banked(banks) = &mut self.experts else { unreachable!("matched above") };
@@ -236,11 +284,10 @@ impl<'a> Weights<'a> {
         let placed = if self.backend.caps().host_memory {
             let mut experts = Vec::new();
             for [gate, up, down] in &fetched {
-                experts.push(ExpertWeights {
-                    gate: self.place(format, gate, intermediate, hidden)?,
-                    up: self.place(format, up, intermediate, hidden)?,
-                    down: self.place(format, down, hidden, intermediate)?,
-                });
+                let place = |matrix: &HostMatrix| -> Result<Weight, ModelError> {
+                    Ok(self.place(std::slice::from_ref(matrix))?.pieces()[0].clone())
+                };
+                experts.push(ExpertWeights { gate: place(gate)?, up: place(up)?, down: place(down)? });
             }
             Experts::InPlace(experts.into())
         } else {
@@ -258,13 +305,14 @@ impl<'a> Weights<'a> {
         format: Format,
         hidden: usize,
         intermediate: usize,
-        experts: &[[HostBytes; 3]],
+        experts: &[[HostMatrix; 3]],
     ) -> Result<ExpertPool, ModelError> {
         let record = record(format, hidden, intermediate);
         let slots_per_chunk = (self.backend.caps().max_binding_bytes / record.bytes).clamp(1, experts.len());
         let mut chunks = Vec::new();
-        for _ in 0..experts.len().div_ceil(slots_per_chunk) {
-            chunks.push(self.backend.alloc(slots_per_chunk * record.bytes)?);
+        for start in (0..experts.len()).step_by(slots_per_chunk) {
+            let n_slots = slots_per_chunk.min(experts.len() - start);
+            chunks.push(self.backend.alloc(n_slots * record.bytes)?);
         }
         let table = self.backend.alloc(experts.len() * 4)?.whole();
         let slots: Vec<i32> = (0..experts.len() as i32).collect();
@@ -287,8 +335,8 @@ impl<'a> Weights<'a> {
     }
 }
 
-/// How a tensor of this type is multiplied.
-pub(super) fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError> {
+/// How a tensor of this type is stored, where it is all there is to a weight.
+fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError> {
     match dtype {
         Dtype::F32 => Ok(Format::F32),
         Dtype::BF16 => Ok(Format::Bf16),
@@ -298,10 +346,22 @@ pub(super) fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError>
 }
 
 /// One record from the gate, up and down matrices of an expert.
-fn assemble(record: &ExpertRecord, [gate, up, down]: &[HostBytes; 3], into: &mut [u8]) {
-    into[record.gate()].copy_from_slice(gate.as_slice());
-    into[record.up()].copy_from_slice(up.as_slice());
-    into[record.down.clone()].copy_from_slice(down.as_slice());
+fn assemble(record: &ExpertRecord, [gate, up, down]: &[HostMatrix; 3], into: &mut [u8]) {
+    for (matrix, banks) in [(gate, &record.gate()), (up, &record.up()), (down, &record.down)] {
+        for (bytes, place) in parts(matrix, banks) {
+            into[place].copy_from_slice(bytes.as_slice());
+        }
+    }
+}
+
+/// The parts of a matrix and the banks that they belong in.
+fn parts<'m>(matrix: &'m HostMatrix, banks: &Banks) -> impl Iterator<Item = (&'m HostBytes, Range<usize>)> {
+    let HostMatrix { codes, scales, globals, .. } = matrix;
+    let places = [banks.codes.clone(), banks.scales.clone(), banks.globals.clone()];
+    [Some(codes), scales.as_ref(), globals.as_ref()]
+        .into_iter()
+        .zip(places)
+        .filter_map(|(bytes, place)| Some((bytes?, place)))
 }
 
 fn same_format(format: Format, first: &str, other: Format, second: &str) -> Result<(), TensorError> {

@@ -1,16 +1,15 @@
 //! Routed experts: the record that one expert is, and where a program finds it.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
-use crate::{Buffer, Format, HostBuffer, View, Weight};
+use crate::{Banks, Buffer, Format, HostBuffer, TableRow, View, Weight};
 
-/// Banks start at a multiple of this many bytes.
-const BANK_ALIGN: usize = 256;
 /// Records start and end at a multiple of this many bytes.
 const RECORD_ALIGN: usize = 4096;
 
 /// Layout of one expert: one contiguous run of bytes, the same in a file, in RAM, in a slot and under every kernel, so
-/// that one expert is one copy. Banks lie in the order gate_up, down; gate rows come before up rows.
+/// that one expert is one copy. Banks lie in the order codes, scales, globals of gate_up, then those of down, each at a multiple
+/// of 256 bytes; gate rows come before up rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertRecord {
     /// Format of all banks.
@@ -20,36 +19,35 @@ pub struct ExpertRecord {
     /// Width inside the expert.
     pub intermediate: usize,
     /// Bytes of `gate_up`, `[2 * intermediate, hidden]`.
-    pub gate_up: Range<usize>,
+    pub gate_up: Banks,
     /// Bytes of `down`, `[hidden, intermediate]`.
-    pub down: Range<usize>,
+    pub down: Banks,
     /// Size of the record, padding included.
     pub bytes: usize,
 }
 
 /// Layout of an expert of this format and shape.
 pub fn record(format: Format, hidden: usize, intermediate: usize) -> ExpertRecord {
-    let gate_up = 0..2 * intermediate * format.row_bytes(hidden);
-    let start = gate_up.end.next_multiple_of(BANK_ALIGN);
-    let down = start..start + hidden * format.row_bytes(intermediate);
-    let bytes = down.end.next_multiple_of(RECORD_ALIGN);
+    let gate_up = Banks::new(0, format, 2 * intermediate, hidden);
+    let down = Banks::new(gate_up.next(), format, hidden, intermediate);
+    let bytes = down.end().next_multiple_of(RECORD_ALIGN);
     ExpertRecord { format, hidden, intermediate, gate_up, down, bytes }
 }
 
 impl ExpertRecord {
     /// Bytes of the gate rows.
-    pub fn gate(&self) -> Range<usize> {
-        self.gate_up.start..self.gate_up.start + self.gate_up.len() / 2
+    pub fn gate(&self) -> Banks {
+        self.gate_up.rows(0..self.intermediate, 2 * self.intermediate)
     }
 
     /// Bytes of the up rows.
-    pub fn up(&self) -> Range<usize> {
-        self.gate().end..self.gate_up.end
+    pub fn up(&self) -> Banks {
+        self.gate_up.rows(self.intermediate..2 * self.intermediate, 2 * self.intermediate)
     }
 
     /// Bytes a kernel reads of it: all but the padding.
     pub fn weight_bytes(&self) -> usize {
-        self.gate_up.len() + self.down.len()
+        self.gate_up.weight_bytes() + self.down.weight_bytes()
     }
 }
 
@@ -73,7 +71,7 @@ pub struct ExpertPool {
     pub n_layers: usize,
     /// Experts of a layer.
     pub n_experts: usize,
-    /// Slots; chunk `c` holds slots `c * slots_per_chunk ..`, one after the other.
+    /// Slots; chunk `c` holds slots `c * slots_per_chunk ..`, one after the other. The last one may be shorter.
     pub chunks: Vec<Buffer>,
     /// Slots of each chunk.
     pub slots_per_chunk: usize,
@@ -84,7 +82,7 @@ pub struct ExpertPool {
 }
 
 impl ExpertPool {
-    /// Slots of all chunks.
+    /// Numbers of slots: no slot has this number or one above. A last chunk that is shorter holds fewer.
     pub fn n_slots(&self) -> usize {
         self.chunks.len() * self.slots_per_chunk
     }
@@ -98,6 +96,16 @@ impl ExpertPool {
     /// Place of an expert's entry in the table, in entries.
     pub fn entry(&self, layer: u32, expert: u32) -> usize {
         layer as usize * self.n_experts + expert as usize
+    }
+
+    /// A layer's row of the table.
+    pub fn row(&self, layer: u32) -> TableRow {
+        TableRow {
+            n_experts: self.n_experts,
+            n_slots: self.n_slots(),
+            first_entry: self.entry(layer, 0),
+            n_entries: self.n_layers * self.n_experts,
+        }
     }
 
     /// The record of an expert in its layer's host bank.
@@ -135,6 +143,14 @@ impl Experts {
         matches!(self, Experts::Pool { pool, .. } if !pool.banks.is_empty())
     }
 
+    /// How they are stored. Asserts that there is one.
+    pub fn format(&self) -> Format {
+        match self {
+            Experts::InPlace(experts) => experts.first().expect("a layer has experts").gate.format,
+            Experts::Pool { pool, .. } => pool.record.format,
+        }
+    }
+
     /// Bytes a kernel reads of one expert.
     pub fn expert_bytes(&self) -> usize {
         match self {
@@ -152,15 +168,37 @@ mod tests {
 
     #[test]
     fn a_record_keeps_its_alignments() {
-        for (hidden, intermediate) in [(2048, 768), (64, 32), (100, 7), (1, 1)] {
-            let r = record(Format::Bf16, hidden, intermediate);
-            assert_eq!(r.gate_up.len(), 4 * hidden * intermediate);
-            assert_eq!(r.down.len(), 2 * hidden * intermediate);
-            assert_eq!(r.down.start % BANK_ALIGN, 0);
-            assert_eq!(r.bytes % RECORD_ALIGN, 0);
-            assert!(r.down.start >= r.gate_up.end && r.bytes >= r.down.end);
-            assert!(r.bytes - r.down.end < RECORD_ALIGN);
-            assert_eq!((r.gate().end, r.up().end), (r.gate_up.len() / 2, r.gate_up.len()));
+        for format in [Format::F32, Format::Bf16, Format::Fp8, Format::Nvfp4, Format::Mxfp4] {
+            for (hidden, intermediate) in [(2048, 768), (64, 32), (128, 96), (32, 32)] {
+                let r = record(format, hidden, intermediate);
+                let n = 2 * intermediate;
+                assert_eq!(r.gate_up.codes, 0..n * format.row_bytes(hidden));
+                assert_eq!(r.gate_up.scales.len(), n * format.scale_row_bytes(hidden));
+                assert_eq!(r.gate_up.globals.len(), n * format.global_row_bytes());
+                assert_eq!(r.down.codes.len(), hidden * format.row_bytes(intermediate));
+                assert_eq!(r.down.scales.len(), hidden * format.scale_row_bytes(intermediate));
+                let of = |b: &Banks| [b.codes.clone(), b.scales.clone(), b.globals.clone()];
+                let banks: Vec<_> = [of(&r.gate_up), of(&r.down)].concat();
+                let banks: Vec<_> = banks.into_iter().filter(|bank| !bank.is_empty()).collect();
+                for (bank, next) in banks.iter().zip(&banks[1..]) {
+                    assert_eq!(next.start, bank.end.next_multiple_of(256), "{format}");
+                }
+                let end = banks[banks.len() - 1].end;
+                assert_eq!(r.bytes, end.next_multiple_of(RECORD_ALIGN));
+                assert_eq!(r.weight_bytes(), banks.iter().map(|bank| bank.len()).sum::<usize>());
+                assert_eq!((r.gate().codes.end, r.up().codes.end), (r.up().codes.start, r.gate_up.codes.end));
+                assert_eq!(
+                    (r.gate().scales.end, r.up().scales.end),
+                    (r.up().scales.start, r.gate_up.scales.end)
+                );
+            }
         }
+    }
+
+    /// One NVFP4 expert of Qwen3-30B-A3B: 4.5 bits a weight, and globals.
+    #[test]
+    fn a_published_shape_takes_what_it_should() {
+        let r = record(Format::Nvfp4, 2048, 768);
+        assert_eq!(r.weight_bytes(), 3 * 2048 * 768 * 9 / 16 + 4 * (2 * 768 + 2048));
     }
 }

@@ -23,10 +23,11 @@ pub use backend::{Backend, Event, Lane};
 pub use caps::{Caps, Precision};
 pub use error::{Error, Result};
 pub use experts::{ExpertPool, ExpertRecord, ExpertWeights, Experts, record};
-pub use format::Format;
+pub use format::{Format, e2m1, e4m3, e8m0};
 pub use memory::{Buffer, DeviceMemory, HostBuffer, HostBytes, HostMemory, View};
 pub use ops::*;
 pub use program::{
-    LinkSample, NoRoutePoints, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange,
+    LinkSample, NOWHERE, NoRoutePoints, ON_HOST, Program, RouteAsk, RoutePoint, RouteReply, RouteServer,
+    Stage, TableChange, TableRow,
 };
-pub use weight::{Matrix, Weight};
+pub use weight::{Banks, Matrix, Weight};

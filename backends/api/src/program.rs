@@ -90,6 +90,78 @@ impl RouteReply {
     }
 }
 
+/// A layer's row of the slot table of its pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableRow {
+    /// Experts of the layer.
+    pub n_experts: usize,
+    /// Numbers of slots.
+    pub n_slots: usize,
+    /// The layer's first entry in the table.
+    pub first_entry: usize,
+    /// Entries of the whole table.
+    pub n_entries: usize,
+}
+
+/// Place of an expert that has no slot, in a table and in a settled row.
+pub const NOWHERE: i32 = -1;
+/// Place of an expert that the host computes, in a settled row.
+pub const ON_HOST: i32 = -2;
+
+impl RouteReply {
+    /// Settles where the experts of a layer are. `places` `[n_experts]` is the layer's row of the table as it was when the device
+    /// asked; then each is a slot, `n_slots + expert` for a record that is read in its bank, [`ON_HOST`], or [`NOWHERE`].
+    ///
+    /// # Errors
+    /// A sentence about what is wrong with the reply: whatever it is, no routed expert is left out.
+    pub fn settle(&self, row: &TableRow, ids: &[i32], places: &mut [i32]) -> std::result::Result<(), String> {
+        let n_slots = row.n_slots as i32;
+        if self.table.len() > 2 * row.n_experts || self.fetch.len() > row.n_experts {
+            return Err(format!(
+                "the reply changes {} entries of the slot table and fetches {} of {} experts",
+                self.table.len(),
+                self.fetch.len(),
+                row.n_experts
+            ));
+        }
+        for change in &self.table {
+            let entry = change.entry as usize;
+            if entry >= row.n_entries || !(NOWHERE..n_slots).contains(&change.slot) {
+                return Err(format!("the reply puts {} into entry {entry} of the slot table", change.slot));
+            }
+            if let Some(place) = entry.checked_sub(row.first_entry).and_then(|expert| places.get_mut(expert))
+            {
+                *place = change.slot;
+            }
+        }
+        for &(expert, slot) in &self.fetch {
+            if places.get(expert as usize) != Some(&(slot as i32)) {
+                return Err(format!(
+                    "the reply fetches expert {expert} into slot {slot}, which its table does not name"
+                ));
+            }
+        }
+        for &expert in &self.read_in_place {
+            *places.get_mut(expert as usize).ok_or_else(|| unknown(expert))? = n_slots + expert as i32;
+        }
+        for &expert in &self.host {
+            *places.get_mut(expert as usize).ok_or_else(|| unknown(expert))? = ON_HOST;
+        }
+        for &id in ids.iter().filter(|id| **id >= 0) {
+            match places.get(id as usize) {
+                None => return Err(unknown(id as u32)),
+                Some(&NOWHERE) => return Err(format!("expert {id} has no slot and is not in the reply")),
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unknown(expert: u32) -> String {
+    format!("expert {expert} is not one of the layer")
+}
+
 /// The host's side of a program: decides at each route point, and computes what it takes on itself.
 pub trait RouteServer {
     /// Fills the (empty) reply. The device waits.
@@ -126,4 +198,56 @@ pub trait Program: Send {
 
     /// The `i`-th output named when the program was recorded, as the last replay left it: f32 or i32 as 32-bit words.
     fn output(&self, i: usize) -> &[u32];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Layer 1 of 2, five experts, four slots.
+    const ROW: TableRow = TableRow { n_experts: 5, n_slots: 4, first_entry: 5, n_entries: 10 };
+    const SLOTS: [i32; 5] = [2, -1, -1, -1, 0];
+
+    fn settled(reply: &RouteReply, ids: [i32; 4]) -> std::result::Result<[i32; 5], String> {
+        let mut slots = SLOTS;
+        reply.settle(&ROW, &ids, &mut slots).map(|()| slots)
+    }
+
+    #[test]
+    fn hits_need_no_reply() {
+        assert_eq!(settled(&RouteReply::default(), [0, 4, -1, 0]), Ok(SLOTS));
+    }
+
+    #[test]
+    fn each_way_gives_an_expert_a_place() {
+        let change = |entry, slot| TableChange { entry, slot };
+        let reply = RouteReply {
+            table: vec![change(5, -1), change(3, -1), change(6, 2)],
+            fetch: vec![(1, 2)],
+            read_in_place: vec![3],
+            host: vec![2],
+        };
+        assert_eq!(settled(&reply, [1, 2, 3, 4]), Ok([-1, 2, ON_HOST, 4 + 3, 0]));
+    }
+
+    #[test]
+    fn a_reply_that_cannot_be_right_is_an_error() {
+        let reply = RouteReply::default;
+        let change = |entry, slot| RouteReply { table: vec![TableChange { entry, slot }], ..reply() };
+        let wrong = [
+            (reply(), [0, 1, 0, 0], "expert 1 has no slot"),
+            (reply(), [0, 5, 0, 0], "expert 5 is not one"),
+            (change(10, 0), [0; 4], "entry 10"),
+            (change(5, 4), [0; 4], "puts 4"),
+            (change(5, -2), [0; 4], "puts -2"),
+            (RouteReply { fetch: vec![(1, 2)], ..reply() }, [0; 4], "fetches expert 1"),
+            (RouteReply { fetch: vec![(9, 2)], ..reply() }, [0; 4], "fetches expert 9"),
+            (RouteReply { fetch: vec![(0, 2); 6], ..reply() }, [0; 4], "fetches 6 of 5"),
+            (RouteReply { read_in_place: vec![5], ..reply() }, [0; 4], "expert 5"),
+        ];
+        for (reply, ids, why) in wrong {
+            let error = settled(&reply, ids).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+    }
 }

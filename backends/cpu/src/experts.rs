@@ -1,19 +1,21 @@
 //! Where the matrices of a routed expert are: apart in a mapped checkpoint, in a slot of a pool, or in the host bank of a layer.
 
-use freetoken_backend::{ExpertMlp, ExpertPool, ExpertRecord, Experts, Format};
+use freetoken_backend::{ExpertMlp, ExpertPool, ExpertRecord, Experts};
 
-use crate::memory::{bytes, slice};
+use crate::{
+    memory::{bytes, slice},
+    stored::Stored,
+};
 
-/// The matrices of one expert, as bytes.
+/// The matrices of one expert, all of one format.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrices<'a> {
-    pub(crate) format: Format,
     /// `[intermediate, hidden]`
-    pub(crate) gate: &'a [u8],
+    pub(crate) gate: Stored<'a>,
     /// `[intermediate, hidden]`
-    pub(crate) up: &'a [u8],
+    pub(crate) up: Stored<'a>,
     /// `[hidden, intermediate]`
-    pub(crate) down: &'a [u8],
+    pub(crate) down: Stored<'a>,
 }
 
 /// The matrices of an expert; `None` where it has no slot and the op does not read in place.
@@ -21,12 +23,7 @@ pub(crate) fn find(op: &ExpertMlp, id: usize) -> Option<Matrices<'_>> {
     match &op.experts {
         Experts::InPlace(experts) => {
             let e = &experts[id];
-            Some(Matrices {
-                format: e.gate.format,
-                gate: slice(&e.gate.view),
-                up: slice(&e.up.view),
-                down: slice(&e.down.view),
-            })
+            Some(Matrices { gate: Stored::of(&e.gate), up: Stored::of(&e.up), down: Stored::of(&e.down) })
         }
         Experts::Pool { pool, layer } => {
             match usize::try_from(slice::<i32>(&pool.table)[pool.entry(*layer, id as u32)]) {
@@ -51,10 +48,10 @@ pub(crate) fn in_slot(pool: &ExpertPool, slot: usize) -> Matrices<'_> {
 }
 
 fn in_record<'a>(layout: &ExpertRecord, record: &'a [u8]) -> Matrices<'a> {
+    let (format, hidden, inner) = (layout.format, layout.hidden, layout.intermediate);
     Matrices {
-        format: layout.format,
-        gate: &record[layout.gate()],
-        up: &record[layout.up()],
-        down: &record[layout.down.clone()],
+        gate: Stored::in_record(record, &layout.gate(), format, inner, hidden),
+        up: Stored::in_record(record, &layout.up(), format, inner, hidden),
+        down: Stored::in_record(record, &layout.down, format, hidden, inner),
     }
 }

@@ -10,6 +10,7 @@ mod parallel;
 mod pool;
 mod program;
 mod reference;
+mod stored;
 mod stream;
 
 use std::{
@@ -70,8 +71,9 @@ impl Cpu {
         let pool =
             Pool::new(threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
         let detail = format!("{} threads, {}", pool.n_workers(), isa.name());
-        let bf16 = precision == Precision::Auto && isa.multiplies_bf16();
-        Ok(Self::with(detail, precision, Some(Fast { pool, isa, bf16 })))
+        let auto = precision == Precision::Auto;
+        let (bf16, nibbles) = (auto && isa.multiplies_bf16(), auto && isa.multiplies_nibbles());
+        Ok(Self::with(detail, precision, Some(Fast { pool, isa, bf16, nibbles })))
     }
 
     /// The scalar reference: one thread, f32.
@@ -184,7 +186,7 @@ impl Backend for Cpu {
             Op::Attention(op) => Some(op.kv.format),
             _ => None,
         };
-        if kv == Some(Format::F16) {
+        if kv.is_some_and(|kv| !matches!(kv, Format::F32 | Format::Bf16)) {
             let why = "the cache is f32 or bf16".into();
             return Err(Error::Unsupported { backend: "cpu", op: op.name(), why });
         }

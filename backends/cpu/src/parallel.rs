@@ -109,8 +109,8 @@ pub(crate) fn for_each_row<T: Send>(
     width: usize,
     f: impl Fn(usize, &mut [T]) + Sync,
 ) {
-    const WORTH_WAKING: usize = 1 << 15;
-    if matrix.len() < WORTH_WAKING {
+    const WORTH_WAKING: usize = 1 << 17;
+    if size_of_val(matrix) < WORTH_WAKING {
         return matrix.chunks_exact_mut(width).enumerate().for_each(|(row, values)| f(row, values));
     }
     let rows = Rows::Each(matrix.len() / width);

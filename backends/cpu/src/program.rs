@@ -1,7 +1,8 @@
 //! Programs on the CPU: the stages as they are, and route points answered by a call.
 
 use freetoken_backend::{
-    ExpertMlp, ExpertPool, Experts, Program, Result, RouteAsk, RouteReply, RouteServer, Stage, View,
+    Error, ExpertMlp, ExpertPool, Experts, NOWHERE, Program, Result, RouteAsk, RouteReply, RouteServer,
+    Stage, View,
 };
 
 use crate::{
@@ -16,6 +17,8 @@ pub(crate) struct CpuProgram {
     stages: Vec<Stage>,
     outputs: Vec<(View, Vec<u32>)>,
     reply: RouteReply,
+    /// Where the experts of a route point are.
+    places: Vec<i32>,
 }
 
 impl CpuProgram {
@@ -24,8 +27,10 @@ impl CpuProgram {
             Stage::Route(point) => point.mlp.p.n_experts as usize,
             Stage::Ops(_) => 0,
         });
+        let n_experts = n_experts.max().unwrap_or(0);
         CpuProgram {
-            reply: RouteReply::with_capacity(n_experts.max().unwrap_or(0)),
+            reply: RouteReply::with_capacity(n_experts),
+            places: vec![NOWHERE; n_experts],
             stages: stages.to_vec(),
             outputs: outputs.iter().map(|view| (view.clone(), vec![0; view.bytes() / 4])).collect(),
             cpu,
@@ -35,13 +40,13 @@ impl CpuProgram {
 
 impl Program for CpuProgram {
     fn replay(&mut self, server: &mut dyn RouteServer) -> Result<()> {
-        let CpuProgram { cpu, stages, outputs, reply } = self;
+        let CpuProgram { cpu, stages, outputs, reply, places } = self;
         let mut scratch = cpu.lock();
         for stage in stages {
             match stage {
                 Stage::Ops(ops) => ops.iter().for_each(|op| cpu.0.run(op, &mut scratch)),
                 Stage::Route(point) => {
-                    let ((_, layer), p) = (pool_of(&point.mlp), &point.mlp.p);
+                    let ((pool, layer), p) = (pool_of(&point.mlp), &point.mlp.p);
                     let (n_rows, top_k) = (p.n_rows as usize, p.top_k as usize);
                     let ask = RouteAsk {
                         layer,
@@ -54,6 +59,11 @@ impl Program for CpuProgram {
                     };
                     reply.clear();
                     server.answer(&ask, reply)?;
+                    let row = pool.row(layer);
+                    let places = &mut places[..row.n_experts];
+                    places.copy_from_slice(&slice(&pool.table)[row.first_entry..][..row.n_experts]);
+                    let settled = reply.settle(&row, ask.ids, places);
+                    settled.map_err(|why| Error::StepFailed { layer, why })?;
                     apply(&point.mlp, reply);
                     let fast = cpu.0.fast.as_ref().expect("the reference records no route point");
                     compute(fast, &point.mlp, reply, &mut scratch);
@@ -115,14 +125,10 @@ fn compute(fast: &Fast, mlp: &ExpertMlp, reply: &RouteReply, scratch: &mut Scrat
     }
     let find = |expert: usize| {
         let slot = slice::<i32>(&pool.table)[pool.entry(layer, expert as u32)];
-        if slot < 0 {
-            assert!(
-                reply.read_in_place.contains(&(expert as u32)),
-                "expert {expert} was left out of the reply"
-            );
-            return Some(in_bank(pool, layer, expert as u32));
-        }
-        Some(in_slot(pool, slot as usize))
+        Some(match usize::try_from(slot) {
+            Ok(slot) => in_slot(pool, slot),
+            Err(_) => in_bank(pool, layer, expert as u32),
+        })
     };
     fast.expert_mlp(mlp, &ids[..(mlp.p.n_rows * mlp.p.top_k) as usize], &find, scratch);
     scratch.ids = ids;

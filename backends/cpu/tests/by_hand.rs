@@ -70,7 +70,7 @@ fn rope_cache_turns_halves_and_stores_by_page() {
     let pages = vec![0.0_f32; 2 * KvCache::page_bytes(Format::F32, 1, 4) / 4];
     let kv = KvCache { view: with(&cpu, &pages), format: Format::F32, n_pages: 2 };
     let out = with(&cpu, &[0.0_f32; 4]);
-    let k_norm = Weight { view: with(&cpu, &[2.0_f32; 4]), format: Format::F32, rows: 1, cols: 4 };
+    let k_norm = Weight::plain(with(&cpu, &[2.0_f32; 4]), Format::F32, 1, 4);
     run(
         &cpu,
         RopeCache {

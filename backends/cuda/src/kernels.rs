@@ -75,6 +75,7 @@ fn format(format: Format) -> Arg {
         Format::F32 => 0,
         Format::Bf16 => 1,
         Format::F16 => 2,
+        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused before a launch is made"),
     })
 }
 
@@ -97,5 +98,6 @@ fn by_format(of: Format, names: [&'static str; 3]) -> &'static str {
         Format::F32 => names[0],
         Format::Bf16 => names[1],
         Format::F16 => names[2],
+        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused before a launch is made"),
     }
 }

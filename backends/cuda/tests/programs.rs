@@ -70,7 +70,7 @@ fn scale(cuda: &Cuda, factor: f32, x: &View, out: &View) -> Op {
         x: x.clone(),
         rows: None,
         norm: None,
-        weight: Matrix::from(Weight { view, format: Format::F32, rows: WIDTH, cols: WIDTH }),
+        weight: Matrix::from(Weight::plain(view, Format::F32, WIDTH, WIDTH)),
         bias: None,
         p: MatMulParams {
             n_rows: 1,

@@ -1,9 +1,11 @@
-//! The expert MLP by itself, as decode runs it: other experts in every call, so that no cache holds them.
+//! The expert MLP by itself, as decode runs it: calls in one program, other experts in each, so that no cache holds them.
 
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use freetoken_backend::{Backend, ExpertMlp, ExpertMlpParams, Experts, NoRoutePoints, Op, Stage, View, os};
+use freetoken_backend::{
+    Backend, ExpertMlp, ExpertMlpParams, Experts, NoRoutePoints, Op, Stage, View, os, record,
+};
 use indicatif::BinaryBytes;
 
 use super::{
@@ -13,7 +15,7 @@ use super::{
 };
 use crate::{
     devices::ReadProbe,
-    formats::{Dtype, write::TensorSpec},
+    formats::{quantised, write::TensorSpec},
     model_files::ModelFiles,
     models::{
         self, ConfigFile, Inventory, LoadedExperts, MoeSizes, Sizes, Synthetic, SyntheticCheckpoint, Weights,
@@ -31,7 +33,7 @@ const ROWS: [usize; 4] = [1, 2, 4, 16];
 /// Experts and plain reads are timed in so many turns, whose medians count: a machine's memory slows down and recovers.
 const TURNS: usize = 15;
 /// The calls of a turn read at least so many bytes.
-const TURN_BYTES: usize = 1 << 29;
+const TURN_BYTES: usize = 1 << 31;
 
 const COLUMNS: [Column; 7] = [
     column("rows", "rows", 1.0, 0),
@@ -49,12 +51,16 @@ pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) ->
     let Sizes { hidden, moe, .. } = sizes(args)?;
     let MoeSizes { top_k, intermediate, .. } =
         moe.context("this model has no routed experts: give another one")?;
-    let expert_bytes = 3 * hidden * intermediate * 2;
+    let format = args.format;
+    for cols in [hidden, intermediate] {
+        ensure!(format.takes_cols(cols), "{format} takes rows of whole groups, and {cols} columns are none");
+    }
+    let expert_bytes = record(format, hidden, intermediate).weight_bytes();
     let n_experts = EXPERT_BYTES.div_ceil(expert_bytes).clamp(top_k, MAX_EXPERTS);
     let bytes = (n_experts * expert_bytes) as u64;
     let fits = os::available_memory().is_none_or(|free| bytes < free);
     ensure!(fits, "the experts take {}, more than the memory that is free", BinaryBytes(bytes));
-    let experts = make(args.shape.seed, n_experts, hidden, intermediate, backend)?;
+    let experts = make(args, n_experts, hidden, intermediate, backend)?;
     let mut table = Table::new(&COLUMNS);
     for n_rows in ROWS {
         let shape = ExpertMlpParams {
@@ -79,7 +85,7 @@ pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) ->
             median(turns.iter().map(|turn| bytes / turn.seconds / turn.read_bandwidth)).into(),
         ]);
     }
-    Ok((format!("experts of {hidden}x{intermediate} in bf16, top {top_k} of {n_experts}"), table))
+    Ok((format!("experts of {hidden}x{intermediate} in {format}, top {top_k} of {n_experts}"), table))
 }
 
 fn sizes(args: &BenchArgs) -> Result<Sizes> {
@@ -97,30 +103,24 @@ fn sizes(args: &BenchArgs) -> Result<Sizes> {
 
 /// One layer of experts on the device.
 fn make(
-    seed: u64,
+    args: &BenchArgs,
     n_experts: usize,
     hidden: usize,
     intermediate: usize,
     backend: &dyn Backend,
 ) -> Result<Experts> {
-    let name = |expert: usize, what: &str| format!("model.layers.0.mlp.experts.{expert}.{what}.weight");
-    let spec = |expert: usize, what: &str, shape: [usize; 2]| TensorSpec {
-        name: name(expert, what),
-        dtype: Dtype::BF16,
-        shape: shape.to_vec(),
+    let module = |expert: usize, what: &str| format!("model.layers.0.mlp.experts.{expert}.{what}");
+    let name = |expert: usize, what: &str| format!("{}.weight", module(expert, what));
+    let (up, down) = ([intermediate, hidden], [hidden, intermediate]);
+    let matrices = |expert: usize| {
+        let of = move |(what, shape)| quantised::tensors(args.format, &module(expert, what), shape);
+        [("gate_proj", up), ("up_proj", up), ("down_proj", down)].into_iter().flat_map(of)
     };
-    let of = |expert: usize| {
-        let up = [intermediate, hidden];
-        [
-            spec(expert, "gate_proj", up),
-            spec(expert, "up_proj", up),
-            spec(expert, "down_proj", [hidden, intermediate]),
-        ]
-    };
-    let tensors: Vec<TensorSpec> = (0..n_experts).flat_map(of).collect();
-    let progress = Progress::bytes("making", (n_experts * 3 * hidden * intermediate * 2) as u64);
-    let checkpoint =
-        SyntheticCheckpoint::generate(&Synthetic::new(seed), &tensors, &mut |bytes| progress.add(bytes))?;
+    let tensors: Vec<TensorSpec> = (0..n_experts).flat_map(matrices).collect();
+    let bytes = n_experts * record(args.format, hidden, intermediate).weight_bytes();
+    let progress = Progress::bytes("making", bytes as u64);
+    let synthetic = Synthetic::new(args.shape.seed);
+    let checkpoint = SyntheticCheckpoint::generate(&synthetic, &tensors, &mut |bytes| progress.add(bytes))?;
     progress.finish();
     let mut progress = |_| ();
     let mut weights = Weights::new(backend, &checkpoint, &mut progress);
@@ -139,7 +139,7 @@ struct Turn {
     read_bandwidth: f64,
 }
 
-/// Calls with other experts each time, between plain reads.
+/// Programs of calls with other experts each, between plain reads.
 fn measure(
     backend: &dyn Backend,
     experts: &Experts,
@@ -147,35 +147,31 @@ fn measure(
     probe: &ReadProbe,
 ) -> Result<Vec<Turn>> {
     let (n_rows, top_k, hidden) = (p.n_rows as usize, p.top_k as usize, p.hidden as usize);
-    let n_routes = n_rows * top_k;
+    let (n_routes, n_experts) = (n_rows * top_k, p.n_experts as usize);
+    let n_calls = TURN_BYTES.div_ceil(n_routes.min(n_experts) * experts.expert_bytes());
     let words = |n: usize| -> Result<View> { Ok(backend.alloc(n * 4)?.whole()) };
-    let (x, ids, weights) = (words(n_rows * hidden)?, words(n_routes)?, words(n_routes)?);
+    let (x, weights, parts) = (words(n_rows * hidden)?, words(n_routes)?, words(n_routes * hidden)?);
     backend.write(&x, bytemuck::cast_slice(&vec![1.0_f32; n_rows * hidden]))?;
     backend.write(&weights, bytemuck::cast_slice(&vec![1.0 / top_k as f32; n_routes]))?;
-    let parts = words(n_routes * hidden)?;
-    let op = Op::from(ExpertMlp { parts, x, ids: ids.clone(), weights, experts: experts.clone(), p });
-    let mut program = backend.record(&[Stage::Ops(vec![op])], &[])?;
-    let n_calls = TURN_BYTES.div_ceil(n_routes.min(p.n_experts as usize) * experts.expert_bytes());
-    let mut next = 0;
-    let mut call = || -> Result<f64> {
+    let call = |call: usize| -> Result<Op> {
         let routed: Vec<i32> =
-            (next..next + n_routes).map(|route| (route % p.n_experts as usize) as i32).collect();
-        next += n_routes;
+            (call * n_routes..(call + 1) * n_routes).map(|route| (route % n_experts) as i32).collect();
+        let ids = words(n_routes)?;
         backend.write(&ids, bytemuck::cast_slice(&routed))?;
-        let start = Instant::now();
-        program.replay(&mut NoRoutePoints)?;
-        Ok(start.elapsed().as_secs_f64())
+        let (parts, x, weights, experts) = (parts.clone(), x.clone(), weights.clone(), experts.clone());
+        Ok(Op::from(ExpertMlp { parts, x, ids, weights, experts, p }))
     };
-    call()?;
+    let calls = (0..n_calls).map(call).collect::<Result<Vec<_>>>()?;
+    let mut program = backend.record(&[Stage::Ops(calls)], &[])?;
+    program.replay(&mut NoRoutePoints)?;
     let mut before = probe.pass()?;
     let mut turns = Vec::new();
     for _ in 0..TURNS {
-        let mut seconds = 0.0;
-        for _ in 0..n_calls {
-            seconds += call()?;
-        }
+        let start = Instant::now();
+        program.replay(&mut NoRoutePoints)?;
+        let seconds = start.elapsed().as_secs_f64() / n_calls as f64;
         let after = probe.pass()?;
-        turns.push(Turn { seconds: seconds / n_calls as f64, read_bandwidth: (before + after) / 2.0 });
+        turns.push(Turn { seconds, read_bandwidth: (before + after) / 2.0 });
         before = after;
     }
     Ok(turns)

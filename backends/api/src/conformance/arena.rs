@@ -1,9 +1,8 @@
 //! Where a case's inputs and outputs live: the same values on every backend, other values every round, and sentinels around
 //! everything that is written.
 
-use half::{bf16, f16};
-
-use crate::{Backend, Buffer, Format, Result, View, Weight};
+use super::weights;
+use crate::{Backend, Buffer, ExpertRecord, Format, Result, View, Weight};
 
 /// Bytes of sentinel on either side of an output, a multiple of any binding alignment.
 const GUARD: usize = 256;
@@ -20,8 +19,14 @@ pub enum Fill {
     Below(i32),
     /// These bytes, every round.
     Fixed(Vec<u8>),
-    /// Weights of this format, uniform in `-scale ..= scale`.
-    Weight(Format, f32),
+    /// Codes of weights of this format that reach up to a bound.
+    Codes(Format, f32),
+    /// Their scales.
+    Scales(Format, f32),
+    /// Their globals.
+    Globals(f32),
+    /// Records of experts with such weights.
+    Records(ExpertRecord, f32),
 }
 
 /// A small generator (SplitMix64): the same numbers everywhere.
@@ -106,16 +111,28 @@ impl<'a> Arena<'a> {
         self.input_bytes(bytes.len(), Fill::Fixed(bytes))
     }
 
-    /// A weight, uniform in `-scale ..= scale`.
-    pub fn weight(&mut self, format: Format, rows: usize, cols: usize, scale: f32) -> Result<Weight> {
-        let view = self.input_bytes(rows * format.row_bytes(cols), Fill::Weight(format, scale))?;
-        Ok(Weight { view, format, rows, cols })
+    /// A weight whose elements reach up to about `most`.
+    pub fn weight(&mut self, format: Format, rows: usize, cols: usize, most: f32) -> Result<Weight> {
+        let view = self.input_bytes(rows * format.row_bytes(cols), Fill::Codes(format, most))?;
+        let mut part = |row_bytes: usize, fill: Fill| match row_bytes {
+            0 => Ok(None),
+            _ => self.input_bytes(rows * row_bytes, fill).map(Some),
+        };
+        let scales = part(format.scale_row_bytes(cols), Fill::Scales(format, most))?;
+        let globals = part(format.global_row_bytes(), Fill::Globals(most))?;
+        Ok(Weight { view, scales, globals, format, rows, cols })
+    }
+
+    /// `n` records of experts, one after the other.
+    pub fn records(&mut self, record: &ExpertRecord, n: usize, most: f32) -> Result<Buffer> {
+        let view = self.input_bytes(n * record.bytes, Fill::Records(record.clone(), most))?;
+        Ok(view.buffer().clone())
     }
 
     /// A norm's weight: around one.
     pub fn norm(&mut self, cols: usize) -> Result<Weight> {
         let view = self.input_bytes(cols * 4, Fill::Around(1.0))?;
-        Ok(Weight { view, format: Format::F32, rows: 1, cols })
+        Ok(Weight::plain(view, Format::F32, 1, cols))
     }
 
     /// An output of `n` f32 values.
@@ -210,26 +227,21 @@ pub(super) fn normalised_error(got: &[f32], want: &[f32]) -> f64 {
 
 fn values(fill: &Fill, bytes: usize, seed: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed);
-    let mut f32s =
-        |f: &dyn Fn(f32) -> f32| -> Vec<f32> { (0..bytes / 4).map(|_| f(rng.symmetric(1.0))).collect() };
+    let mut out = vec![0; bytes];
+    let mut words = |value: &mut dyn FnMut() -> [u8; 4]| {
+        out.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&value()));
+    };
     match fill {
-        Fill::Uniform(scale) => bytemuck::cast_slice(&f32s(&|u| u * scale)).to_vec(),
-        Fill::Around(center) => bytemuck::cast_slice(&f32s(&|u| center + 0.1 * u)).to_vec(),
-        Fill::Weight(Format::F32, scale) => bytemuck::cast_slice(&f32s(&|u| u * scale)).to_vec(),
-        Fill::Weight(Format::Bf16, scale) => {
-            let w: Vec<bf16> = (0..bytes / 2).map(|_| bf16::from_f32(rng.symmetric(*scale))).collect();
-            bytemuck::cast_slice(&w).to_vec()
-        }
-        Fill::Weight(Format::F16, scale) => {
-            let w: Vec<f16> = (0..bytes / 2).map(|_| f16::from_f32(rng.symmetric(*scale))).collect();
-            bytemuck::cast_slice(&w).to_vec()
-        }
-        Fill::Below(n) => {
-            let ids: Vec<i32> = (0..bytes / 4).map(|_| rng.below(*n as usize) as i32).collect();
-            bytemuck::cast_slice(&ids).to_vec()
-        }
-        Fill::Fixed(fixed) => fixed.clone(),
+        Fill::Uniform(scale) => words(&mut || rng.symmetric(*scale).to_le_bytes()),
+        Fill::Around(center) => words(&mut || (center + rng.symmetric(0.1)).to_le_bytes()),
+        Fill::Below(n) => words(&mut || (rng.below(*n as usize) as i32).to_le_bytes()),
+        Fill::Codes(format, most) => weights::codes(*format, *most, &mut rng, &mut out),
+        Fill::Scales(format, most) => weights::scales(*format, *most, &mut rng, &mut out),
+        Fill::Globals(most) => weights::globals(*most, &mut rng, &mut out),
+        Fill::Records(record, most) => weights::records(record, *most, &mut rng, &mut out),
+        Fill::Fixed(fixed) => out.copy_from_slice(fixed),
     }
+    out
 }
 
 #[cfg(test)]

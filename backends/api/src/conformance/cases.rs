@@ -10,7 +10,10 @@ use crate::{
     Stage, TopLogits, TopLogitsParams, View, record,
 };
 
-const FORMATS: [Format; 3] = [Format::F32, Format::Bf16, Format::F16];
+/// Formats that are codes only: every op takes them.
+const PLAIN_FORMATS: [Format; 3] = [Format::F32, Format::Bf16, Format::F16];
+/// Formats with scales, of matmuls and experts.
+const QUANTISED: [Format; 3] = [Format::Fp8, Format::Nvfp4, Format::Mxfp4];
 const EPS: f32 = 1e-6;
 /// f32 against f32 in another order of summation.
 const F32_BOUND: f64 = 1e-10;
@@ -20,13 +23,14 @@ const BF16_BOUND: f64 = 1e-4;
 /// All cases of single ops, in the order of a step.
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for format in FORMATS {
+    for format in PLAIN_FORMATS {
         cases.push(case(format!("embed/{format}"), move |a| embed(a, format)));
     }
-    for format in FORMATS {
+    for format in PLAIN_FORMATS.into_iter().chain(QUANTISED) {
         for (n, rows, cols) in
             [(1, 64, 64), (1, 37, 200), (2, 96, 128), (5, 33, 72), (16, 130, 256), (67, 48, 320)]
         {
+            let cols = if format.takes_cols(cols) { cols } else { cols.next_multiple_of(32) };
             let name = format!("matmul/{format} n={n} {rows}x{cols}");
             cases.push(case(name, move |a| matmul(a, MatMulCase { format, n, rows, cols, ..PLAIN })));
         }
@@ -43,6 +47,10 @@ pub fn cases() -> Vec<Case> {
             ("wide", MatMulCase { rows: 24, cols: 2048, norm: true, ..PLAIN }),
         ] {
             cases.push(case(format!("matmul/{name} n={n}"), move |a| matmul(a, MatMulCase { n, ..variant })));
+            for format in QUANTISED {
+                let name = format!("matmul/{format} {name} n={n}");
+                cases.push(case(name, move |a| matmul(a, MatMulCase { format, n, ..variant })));
+            }
         }
     }
     for (format, name) in [(Format::F32, "f32"), (Format::Bf16, "bf16")] {
@@ -71,11 +79,14 @@ pub fn cases() -> Vec<Case> {
             cases.push(case(name, move |a| route(a, n, experts, top_k, renormalize)));
         }
     }
-    for format in FORMATS {
+    for format in PLAIN_FORMATS.into_iter().chain(QUANTISED) {
         for pool in [false, true] {
             for (n, hidden, intermediate, top_k) in
                 [(1, 64, 32, 2), (1, 192, 64, 4), (7, 64, 48, 3), (40, 96, 33, 2), (5, 8, 8, 1)]
             {
+                let whole =
+                    |cols: usize| if format.takes_cols(cols) { cols } else { cols.next_multiple_of(32) };
+                let (hidden, intermediate) = (whole(hidden), whole(intermediate));
                 let shape = ExpertShape { format, pool, n, hidden, intermediate, top_k, experts: 10 };
                 let place = if pool { "pool" } else { "in place" };
                 let name = format!("expert_mlp/{format} {place} n={n} k={top_k} {hidden}x{intermediate}");
@@ -145,7 +156,8 @@ fn matmul(a: &mut Arena<'_>, c: MatMulCase) -> Result<Vec<Stage>> {
     for _ in 0..pieces {
         weights.push(a.weight(c.format, c.rows, c.cols, 0.1)?);
         if c.bias {
-            biases.push(a.weight(c.format, 1, c.rows, 1.0)?);
+            let format = if c.format.group().is_some() { Format::Bf16 } else { c.format };
+            biases.push(a.weight(format, 1, c.rows, 1.0)?);
         }
     }
     let out_features = if c.glu { c.rows } else { c.rows * pieces };
@@ -356,10 +368,9 @@ fn pooled_experts(a: &mut Arena<'_>, s: ExpertShape) -> Result<Experts> {
     let record = record(s.format, s.hidden, s.intermediate);
     let slots_per_chunk = 3;
     let n_chunks = s.experts.div_ceil(slots_per_chunk);
-    let elements = record.bytes / s.format.row_bytes(1);
     let mut chunks = Vec::new();
     for _ in 0..n_chunks {
-        chunks.push(a.weight(s.format, slots_per_chunk, elements, 0.2)?.view.buffer().clone());
+        chunks.push(a.records(&record, slots_per_chunk, 0.2)?);
     }
     // The second of two layers.
     let slots = (0..2 * s.experts).map(|i| if i < s.experts { -1 } else { (i * 7 % s.experts) as i32 });

@@ -7,13 +7,14 @@ mod arena;
 mod cases;
 mod ordering;
 mod route_point;
+mod weights;
 
 use std::{fmt, time::Instant};
 
 pub use arena::{Arena, Fill, Rng};
 pub use cases::cases;
 
-use crate::{Backend, Error, NoRoutePoints, Precision, Stage};
+use crate::{Backend, Error, Format, NoRoutePoints, Precision, Stage};
 
 /// One row of the table.
 pub struct Case {
@@ -105,16 +106,30 @@ pub fn run_suite(device: &dyn Backend, reference: &dyn Backend, only: &str) -> R
     for case in route_point::cases().into_iter().filter(|case| case.name.contains(only)) {
         report.rows.push(timed(case.name.clone(), &|| outcome(route_point::run(&case, device))));
     }
-    for (n_rows, in_place) in [(1, false), (1, true), (7, true), (40, false), (40, true)] {
+    for (format, n_rows, in_place) in [
+        (Format::Bf16, 1, false),
+        (Format::Bf16, 1, true),
+        (Format::Bf16, 7, true),
+        (Format::Bf16, 40, false),
+        (Format::Bf16, 40, true),
+        (Format::Nvfp4, 1, true),
+        (Format::Nvfp4, 40, false),
+        (Format::Nvfp4, 40, true),
+    ] {
         let place = if in_place { "read in place" } else { "left alone" };
-        let name = format!("expert_mlp/without slots, {place} n={n_rows}");
+        let name = format!("expert_mlp/{format} without slots, {place} n={n_rows}");
         if name.contains(only) {
-            report.rows.push(timed(name, &|| outcome(route_point::without_slots(device, n_rows, in_place))));
+            let check = || outcome(route_point::without_slots(device, format, n_rows, in_place));
+            report.rows.push(timed(name, &check));
         }
     }
-    let break_off = "route_point/a host that breaks off";
-    if break_off.contains(only) {
-        report.rows.push(timed(break_off.into(), &|| outcome(route_point::break_off(device))));
+    type Check = fn(&dyn Backend) -> Result<f64, Failure>;
+    let checks: [(&str, Check); 2] = [
+        ("route_point/a host that breaks off", route_point::break_off),
+        ("route_point/a reply that leaves an expert out", route_point::left_out),
+    ];
+    for (name, check) in checks.iter().filter(|(name, _)| name.contains(only)) {
+        report.rows.push(timed(name.to_string(), &|| outcome(check(device))));
     }
     report
 }

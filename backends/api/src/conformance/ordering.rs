@@ -38,7 +38,7 @@ fn rotation(device: &dyn Backend) -> crate::Result<Weight> {
     }
     let view = device.alloc(w.len() * 4)?.whole();
     device.write(&view, bytemuck::cast_slice(&w))?;
-    Ok(Weight { view, format: Format::F32, rows: WIDTH, cols: WIDTH })
+    Ok(Weight::plain(view, Format::F32, WIDTH, WIDTH))
 }
 
 fn rotate(weight: &Weight, x: &View, out: &View) -> Op {
@@ -114,7 +114,7 @@ fn uploads_behind_events(device: &dyn Backend) -> Result<f64, Failure> {
     let lookup = Op::from(Embed {
         out: out.clone(),
         ids,
-        table: Weight { view: table.clone(), format: Format::F32, rows: 1, cols: WIDTH },
+        table: Weight::plain(table.clone(), Format::F32, 1, WIDTH),
         p: EmbedParams { n_rows: 1, hidden: WIDTH as u32, vocab: 1 },
     });
     for start in 0..20 {

@@ -7,16 +7,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use half::bf16;
-
 use super::{
     Failure,
     arena::{Rng, normalised_error},
     cases::{ExpertShape, expert_params, routes},
+    weights,
 };
 use crate::{
-    Backend, Error, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertRecord, Experts, Format, NoRoutePoints,
-    Precision, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange, View, record,
+    Backend, Banks, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, NoRoutePoints, Precision,
+    Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange, View, record,
 };
 
 /// A step that breaks off must have ended by then.
@@ -46,8 +45,16 @@ pub(super) fn cases() -> Vec<RouteCase> {
     ];
     let mut cases = Vec::new();
     for (name, choices) in choices {
-        for (format, n, n_slots) in [(Format::Bf16, 1, 2), (Format::Bf16, 6, 10), (Format::F32, 3, 10)] {
-            let (hidden, intermediate) = (64, 48);
+        for (format, n, n_slots) in [
+            (Format::Bf16, 1, 2),
+            (Format::Bf16, 6, 10),
+            (Format::F32, 3, 10),
+            (Format::Fp8, 3, 10),
+            (Format::Nvfp4, 1, 2),
+            (Format::Nvfp4, 6, 10),
+            (Format::Mxfp4, 3, 10),
+        ] {
+            let (hidden, intermediate) = (64, if format == Format::Mxfp4 { 32 } else { 48 });
             let shape = ExpertShape { format, pool: true, n, hidden, intermediate, top_k: 2, experts: 10 };
             cases.push(RouteCase {
                 name: format!("route_point/{name} {format} n={n} slots={n_slots}"),
@@ -100,7 +107,7 @@ impl<'a> Layers<'a> {
         let mut banks = Vec::new();
         for _ in 0..2 {
             let mut bank = device.alloc_host(s.experts * record.bytes)?;
-            fill_bank(&mut rng, &record, bank.as_mut_slice());
+            weights::records(&record, 0.2, &mut rng, &mut bank.as_mut_slice()[..s.experts * record.bytes]);
             banks.push(Arc::new(bank));
         }
         let slots_per_chunk = 3.min(n_slots);
@@ -190,16 +197,14 @@ pub(super) fn run(case: &RouteCase, device: &dyn Backend) -> Result<f64, Failure
 }
 
 /// Experts without a slot, in a program without route points: read from the bank where the op says so, else left alone.
-pub(super) fn without_slots(device: &dyn Backend, n_rows: usize, in_place: bool) -> Result<f64, Failure> {
-    let shape = ExpertShape {
-        format: Format::Bf16,
-        pool: true,
-        n: n_rows,
-        hidden: 64,
-        intermediate: 48,
-        top_k: 2,
-        experts: 10,
-    };
+pub(super) fn without_slots(
+    device: &dyn Backend,
+    format: Format,
+    n_rows: usize,
+    in_place: bool,
+) -> Result<f64, Failure> {
+    let shape =
+        ExpertShape { format, pool: true, n: n_rows, hidden: 64, intermediate: 48, top_k: 2, experts: 10 };
     if in_place && !device.caps().reads_host {
         let why = "the device does not read host memory".into();
         let refused = Error::Unsupported { backend: device.caps().backend, op: "expert_mlp", why };
@@ -275,6 +280,41 @@ pub(super) fn break_off(device: &dyn Backend) -> Result<f64, Failure> {
         worst = worst.max(layers.replay(1, Choices { fetch: false, read_in_place: false, host: true })?);
     }
     within_bound(device, worst)
+}
+
+/// A reply that leaves a routed expert out fails the step and no other one: rows of nobody would be rows of another step.
+pub(super) fn left_out(device: &dyn Backend) -> Result<f64, Failure> {
+    let shape = ExpertShape {
+        format: Format::Bf16,
+        pool: true,
+        n: 2,
+        hidden: 64,
+        intermediate: 48,
+        top_k: 2,
+        experts: 10,
+    };
+    let mut layers = Layers::new(device, shape, 10)?;
+    let on_host = Choices { fetch: false, read_in_place: false, host: true };
+    let worst = layers.replay(0, on_host)?;
+    match layers.program.replay(&mut Silent) {
+        Err(Error::StepFailed { why, .. }) if why.contains("expert") => {}
+        Err(error) => return Err(error.into()),
+        Ok(()) => return Err(Failure::Wrong("a step without rows for a route counts as done".into())),
+    }
+    within_bound(device, worst.max(layers.replay(1, on_host)?))
+}
+
+/// Answers nothing.
+struct Silent;
+
+impl RouteServer for Silent {
+    fn answer(&mut self, _: &RouteAsk<'_>, _: &mut RouteReply) -> crate::Result<()> {
+        Ok(())
+    }
+
+    fn compute(&mut self, _: &RouteAsk<'_>, _: &[u32], _: &mut [f32]) -> crate::Result<()> {
+        unreachable!("nothing was given to the host")
+    }
 }
 
 /// Answers at random, and computes what it takes on itself.
@@ -364,24 +404,6 @@ fn live_error(got: &[f32], want: &[f64], ids: &[i32], hidden: usize) -> f64 {
     normalised_error(&got, &want)
 }
 
-fn fill_bank(rng: &mut Rng, record: &ExpertRecord, bank: &mut [u8]) {
-    match record.format {
-        Format::F32 => {
-            bank.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&rng.symmetric(0.2).to_le_bytes()))
-        }
-        _ => bank
-            .chunks_exact_mut(2)
-            .for_each(|b| b.copy_from_slice(&bf16::from_f32(rng.symmetric(0.2)).to_le_bytes())),
-    }
-}
-
-fn element(format: Format, bytes: &[u8], i: usize) -> f64 {
-    match format {
-        Format::F32 => f32::from_le_bytes(bytes[4 * i..4 * i + 4].try_into().expect("four bytes")) as f64,
-        _ => bf16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f64(),
-    }
-}
-
 /// What `parts` must hold, `[routes, hidden]`.
 fn rows(pool: &ExpertPool, layer: u32, ids: &[i32], weights: &[f32], x: &[f32], top_k: usize) -> Vec<f64> {
     let r = &pool.record;
@@ -389,21 +411,20 @@ fn rows(pool: &ExpertPool, layer: u32, ids: &[i32], weights: &[f32], x: &[f32], 
     let mut parts = vec![0.0; ids.len() * hidden];
     for (route, &id) in ids.iter().enumerate().filter(|(_, id)| **id >= 0) {
         let bytes = pool.banked(layer, id as u32);
-        let (gate_up, down) = (&bytes[r.gate_up.clone()], &bytes[r.down.clone()]);
         let x = &x[route / top_k * hidden..][..hidden];
-        let dot = |row: usize| -> f64 {
-            (0..hidden).map(|i| element(r.format, gate_up, row * hidden + i) * x[i] as f64).sum()
+        let dot = |banks: &Banks, row: usize, x: &[f64]| -> f64 {
+            let cols = x.len();
+            (0..cols).map(|i| weights::element(r.format, bytes, banks, row, i, cols) * x[i]).sum()
         };
+        let x: Vec<f64> = x.iter().map(|&x| x as f64).collect();
         let inner: Vec<f64> = (0..intermediate)
             .map(|row| {
-                let gate = dot(row);
-                gate / (1.0 + (-gate).exp()) * dot(intermediate + row)
+                let gate = dot(&r.gate_up, row, &x);
+                gate / (1.0 + (-gate).exp()) * dot(&r.gate_up, intermediate + row, &x)
             })
             .collect();
         for (row, part) in parts[route * hidden..][..hidden].iter_mut().enumerate() {
-            let sum: f64 =
-                (0..intermediate).map(|i| element(r.format, down, row * intermediate + i) * inner[i]).sum();
-            *part = weights[route] as f64 * sum;
+            *part = weights[route] as f64 * dot(&r.down, row, &inner);
         }
     }
     parts

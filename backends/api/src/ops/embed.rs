@@ -63,5 +63,6 @@ impl OpSpec for Embed {
             (self.p.vocab as usize, self.p.hidden as usize),
             "embed"
         );
+        self.table.check_plain("embed: table");
     }
 }

@@ -4,7 +4,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{Binding, OpSpec, experts, read, words, write};
-use crate::{Experts, View};
+use crate::{Experts, View, Weight};
 
 /// Runs routes through their experts.
 #[derive(Debug, Clone)]
@@ -87,6 +87,7 @@ impl OpSpec for ExpertMlp {
                         e.gate.format == e.up.format && e.gate.format == e.down.format,
                         "one format an expert"
                     );
+                    [&e.gate, &e.up, &e.down].into_iter().for_each(Weight::check);
                 }
             }
             Experts::Pool { pool, layer } => {

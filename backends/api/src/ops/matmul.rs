@@ -29,7 +29,7 @@ pub struct MatMul {
     pub rows: Option<View>,
     /// RMS norm of `x` in front, `[1, in_features]`: `x / sqrt(mean(x^2) + eps) * norm`.
     pub norm: Option<Weight>,
-    /// `[out_features, in_features]`, twice the rows with a GLU activation.
+    /// `[out_features, in_features]`, twice the rows with a GLU activation; of any format.
     pub weight: Matrix,
     /// `[1, rows]` over the weight's rows, added before the activation, in as many pieces as the weight.
     pub bias: Option<Vec<Weight>>,
@@ -105,11 +105,16 @@ impl OpSpec for MatMul {
             "matmul: weight"
         );
         assert!(!self.is_glu() || rows.is_multiple_of(2), "matmul: a GLU has as many gate rows as up rows");
-        assert!(self.norm.as_ref().is_none_or(|norm| norm.cols == cols), "matmul: norm");
+        self.weight.pieces().iter().for_each(Weight::check);
+        if let Some(norm) = &self.norm {
+            assert_eq!(norm.cols, cols, "matmul: norm");
+            norm.check_plain("matmul: norm");
+        }
         if let Some(bias) = &self.bias {
             let pieces = self.weight.pieces();
             assert!(bias.len() == pieces.len(), "matmul: bias in as many pieces as the weight");
             assert!(bias.iter().zip(pieces).all(|(b, w)| b.rows == 1 && b.cols == w.rows), "matmul: bias");
+            bias.iter().for_each(|bias| bias.check_plain("matmul: bias"));
         }
     }
 }

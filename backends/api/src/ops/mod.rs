@@ -131,12 +131,18 @@ fn read_write<'a>(name: &'static str, view: &'a View, bytes: usize) -> Binding<'
     Binding { name, view, bytes, access: Access::ReadWrite }
 }
 
+/// A weight that is codes only.
 fn weight<'a>(name: &'static str, weight: &'a Weight) -> Binding<'a> {
-    read(name, &weight.view, weight.bytes())
+    read(name, &weight.view, weight.code_bytes())
 }
 
+/// The codes of all pieces under `name`, and what else their format has.
 fn matrix<'a>(name: &'static str, matrix: &'a Matrix) -> impl Iterator<Item = Binding<'a>> {
-    matrix.pieces().iter().map(move |piece| weight(name, piece))
+    matrix.pieces().iter().flat_map(move |piece| {
+        let scales = piece.scales.as_ref().map(|scales| read("scales", scales, piece.scale_bytes()));
+        let globals = piece.globals.as_ref().map(|globals| read("globals", globals, piece.global_bytes()));
+        [Some(weight(name, piece)), scales, globals].into_iter().flatten()
+    })
 }
 
 /// The slot table of a pool: the only part of the experts that an op binds by itself.

@@ -115,6 +115,7 @@ impl OpSpec for RopeCache {
         assert!(self.p.rotary_dim.is_multiple_of(2) && self.p.rotary_dim <= d, "rope_cache: rotary_dim");
         for norm in [&self.q_norm, &self.k_norm].into_iter().flatten() {
             assert_eq!(norm.cols, d as usize, "rope_cache: norm");
+            norm.check_plain("rope_cache: norm");
         }
     }
 }

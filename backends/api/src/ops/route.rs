@@ -83,6 +83,8 @@ impl OpSpec for Route {
             "route: router"
         );
         assert_eq!(self.norm.cols, p.hidden as usize, "route: norm");
+        self.norm.check_plain("route: norm");
+        self.router.check_plain("route: router");
         assert!(p.top_k >= 1 && p.top_k <= p.n_experts, "route: top_k {} of {}", p.top_k, p.n_experts);
     }
 }

@@ -135,6 +135,6 @@ fn kv_row(op: &Attention, start: usize, d: usize) -> KvRow<'_> {
     match op.kv.format {
         Format::F32 => KvRow::F32(&slice::<f32>(&op.kv.view)[start..start + d]),
         Format::Bf16 => KvRow::Bf16(&slice::<bf16>(&op.kv.view)[start..start + d]),
-        Format::F16 => unreachable!("refused by `supports`"),
+        Format::F16 | Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused by `supports`"),
     }
 }

@@ -6,7 +6,6 @@ use freetoken_backend::ExpertMlp;
 use super::{Activations, Fast, ROW_BLOCK, Scratch};
 use crate::{
     experts::Matrices,
-    isa,
     memory::{slice, slice_mut},
     parallel::{MAX_TILE_COLS, Rows, for_each_row, for_each_tile, tile_cols},
     reference::silu,
@@ -26,26 +25,23 @@ pub(super) fn expert_mlp<'a>(
     let n_sorted = sort_by_expert(&ids[..n * top_k], p.n_experts as usize, |id| find(id).is_some(), scratch);
     let Some(&first) = scratch.experts.first() else { return };
     let find = |id: u32| find(id as usize).expect("sorted because it has a place");
-    let format = find(first).format;
+    let format = find(first).gate.format;
     let (groups, experts, order) =
         (Rows::Groups(&scratch.groups), &scratch.experts[..], &scratch.order[..n_sorted]);
     let n_groups = experts.len();
-    let half = fast.takes_bf16(format);
 
     // The row of each sorted route; a single row serves all its routes as it is.
     let x = slice::<f32>(&op.x);
     let x_rows = if n == 1 { 1 } else { n_sorted };
     let sources = |row: usize| &x[if n == 1 { 0 } else { order[row] as usize / top_k } * hidden..][..hidden];
-    let x = if half {
-        let rounded = &mut scratch.rounded[..x_rows * hidden];
-        for_each_row(&fast.pool, rounded, hidden, |row, out| isa::to_bf16(fast.isa, sources(row), out));
-        Activations::Bf16(rounded)
-    } else if n == 1 {
-        Activations::F32(&x[..hidden])
-    } else {
-        let rows = &mut scratch.rows[..x_rows * hidden];
-        for_each_row(&fast.pool, rows, hidden, |row, out| out.copy_from_slice(sources(row)));
-        Activations::F32(rows)
+    let x = match fast.rounded(format, x_rows, hidden, sources, &mut scratch.rounded) {
+        Some(rounded) => rounded,
+        None if n == 1 => Activations::F32(&x[..hidden]),
+        None => {
+            let rows = &mut scratch.rows[..x_rows * hidden];
+            for_each_row(&fast.pool, rows, hidden, |row, out| out.copy_from_slice(sources(row)));
+            Activations::F32(rows)
+        }
     };
 
     // inner[route] = silu(gate . x) * (up . x)
@@ -59,8 +55,8 @@ pub(super) fn expert_mlp<'a>(
             let rows = start..tile.rows.end.min(start + ROW_BLOCK);
             let x = if n == 1 { x } else { x.rows(rows.clone(), hidden) };
             let used = rows.len() * tile.cols.len();
-            fast.dot(format, expert.gate, tile.cols.clone(), hidden, x, &mut gate[..used]);
-            fast.dot(format, expert.up, tile.cols.clone(), hidden, x, &mut up[..used]);
+            fast.dot(expert.gate.part(tile.cols.clone()), x, &mut gate[..used]);
+            fast.dot(expert.up.part(tile.cols.clone()), x, &mut up[..used]);
             let width = tile.cols.len();
             for (i, row) in rows.enumerate() {
                 let (gate, up) = (&gate[i * width..], &up[i * width..]);
@@ -87,7 +83,7 @@ pub(super) fn expert_mlp<'a>(
             let rows = start..tile.rows.end.min(start + ROW_BLOCK);
             let used = rows.len() * tile.cols.len();
             let x = activated.rows(rows.clone(), inner);
-            fast.dot(format, expert.down, tile.cols.clone(), inner, x, &mut down[..used]);
+            fast.dot(expert.down.part(tile.cols.clone()), x, &mut down[..used]);
             for (row, values) in rows.zip(down.chunks_exact(tile.cols.len())) {
                 let weight = weights[order[row] as usize];
                 tile.row(row).iter_mut().zip(values).for_each(|(out, v)| *out = weight * v);

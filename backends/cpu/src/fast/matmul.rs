@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use freetoken_backend::{MatMul, Matrix};
+use freetoken_backend::{MatMul, Matrix, Weight};
 
 use super::{Activations, Fast, ROW_BLOCK, Scratch, rms_norm, widen};
 use crate::{
     memory::{slice, slice_mut},
     parallel::{MAX_TILE_COLS, Rows, for_each_row, for_each_tile, tile_cols},
     reference::silu,
+    stored::Stored,
 };
 
 pub(super) fn matmul(fast: &Fast, op: &MatMul, scratch: &mut Scratch) {
@@ -67,14 +68,13 @@ fn inputs<'a>(fast: &Fast, op: &'a MatMul, prepared: &'a mut [f32], norm: &mut [
 fn project(fast: &Fast, op: &MatMul, rows: Range<usize>, x: Activations<'_>, into: &mut [f32]) {
     let width = rows.len();
     each_piece(&op.weight, rows, |piece, rows, at| {
-        let weight = &op.weight.pieces()[piece];
-        let bytes = slice::<u8>(&weight.view);
+        let weight = Stored::of(&op.weight.pieces()[piece]).part(rows.clone());
         if rows.len() == width {
-            fast.dot(weight.format, bytes, rows.clone(), weight.cols, x, into);
+            fast.dot(weight, x, into);
         } else {
             let mut part = [0.0; MAX_TILE_COLS * ROW_BLOCK];
             let part = &mut part[..into.len() / width * rows.len()];
-            fast.dot(weight.format, bytes, rows.clone(), weight.cols, x, part);
+            fast.dot(weight, x, part);
             for (into, part) in into.chunks_exact_mut(width).zip(part.chunks_exact(rows.len())) {
                 into[at..at + rows.len()].copy_from_slice(part);
             }
@@ -90,10 +90,10 @@ fn project(fast: &Fast, op: &MatMul, rows: Range<usize>, x: Activations<'_>, int
     });
 }
 
-fn widen_part(bias: &freetoken_backend::Weight, range: Range<usize>, out: &mut [f32]) {
+fn widen_part(bias: &Weight, range: Range<usize>, out: &mut [f32]) {
     let row_bytes = bias.format.row_bytes(1);
     let view = bias.view.slice(range.start * row_bytes..range.end * row_bytes);
-    widen(&freetoken_backend::Weight { view, format: bias.format, rows: 1, cols: range.len() }, 0, out);
+    widen(&Weight::plain(view, bias.format, 1, range.len()), 0, out);
 }
 
 /// Calls `f(piece, rows of the piece, their place in rows)` for the pieces that `rows` touches.

@@ -13,15 +13,17 @@ use std::ops::Range;
 use freetoken_backend::{Format, Op, Weight};
 use half::{bf16, f16};
 
+use scratch::Rounded;
 pub(crate) use scratch::Scratch;
 
 use crate::{
     experts::{Matrices, find},
-    isa::{self, Isa, WeightRows},
+    isa::{self, Block, Isa, WeightRows, n_blocks},
     memory::slice,
     parallel::for_each_row,
     pool::Pool,
     reference,
+    stored::Stored,
 };
 
 /// Rows of a batch that a task multiplies before it turns to the next ones: their activations stay in L2.
@@ -33,6 +35,8 @@ pub(crate) struct Fast {
     pub(crate) isa: Isa,
     /// Whether activations may be rounded to bf16 in front of bf16 weights.
     pub(crate) bf16: bool,
+    /// Whether they may be rounded to whole numbers in front of 4-bit codes.
+    pub(crate) nibbles: bool,
 }
 
 /// Rows that a weight multiplies, one after the other.
@@ -40,6 +44,8 @@ pub(crate) struct Fast {
 enum Activations<'a> {
     F32(&'a [f32]),
     Bf16(&'a [bf16]),
+    /// As many blocks a row as its columns fill.
+    Blocks(&'a [Block]),
 }
 
 impl Activations<'_> {
@@ -49,6 +55,10 @@ impl Activations<'_> {
         match self {
             Activations::F32(x) => Activations::F32(&x[range]),
             Activations::Bf16(x) => Activations::Bf16(&x[range]),
+            Activations::Blocks(x) => {
+                let n = n_blocks(width);
+                Activations::Blocks(&x[rows.start * n..rows.end * n])
+            }
         }
     }
 }
@@ -82,53 +92,61 @@ impl Fast {
         expert_mlp::expert_mlp(self, op, ids, find, scratch);
     }
 
-    /// Whether a weight of this format takes bf16 activations.
-    fn takes_bf16(&self, format: Format) -> bool {
-        self.bf16 && format == Format::Bf16
+    /// Rows rounded to what a weight of this format multiplies fastest; `None` where that is f32.
+    fn rounded<'a>(
+        &self,
+        format: Format,
+        n_rows: usize,
+        width: usize,
+        row: impl Fn(usize) -> &'a [f32] + Sync,
+        into: &'a mut Rounded,
+    ) -> Option<Activations<'a>> {
+        match format {
+            Format::Bf16 if self.bf16 => {
+                let halves = &mut into.halves[..n_rows * width];
+                for_each_row(&self.pool, halves, width, |i, out| isa::to_bf16(self.isa, row(i), out));
+                Some(Activations::Bf16(halves))
+            }
+            Format::Nvfp4 | Format::Mxfp4 if self.nibbles => {
+                let blocks = &mut into.blocks[..n_rows * n_blocks(width)];
+                let width = n_blocks(width);
+                for_each_row(&self.pool, blocks, width, |i, out| isa::to_blocks(self.isa, row(i), out));
+                Some(Activations::Blocks(blocks))
+            }
+            _ => None,
+        }
     }
 
-    /// Activations as a weight of this format takes them.
+    /// Rows as a weight of this format takes them.
     fn activations<'a>(
         &self,
         format: Format,
         x: &'a [f32],
         width: usize,
-        rounded: &'a mut [bf16],
+        into: &'a mut Rounded,
     ) -> Activations<'a> {
-        if !self.takes_bf16(format) {
-            return Activations::F32(x);
-        }
-        let rounded = &mut rounded[..x.len()];
-        for_each_row(&self.pool, rounded, width, |row, out| {
-            isa::to_bf16(self.isa, &x[row * width..][..width], out);
-        });
-        Activations::Bf16(rounded)
+        let row = |i: usize| &x[i * width..][..width];
+        self.rounded(format, x.len() / width, width, row, into).unwrap_or(Activations::F32(x))
     }
 
-    /// `tile[i * rows + r] = weight[r] . x[i]` for some rows of a weight that lies in `bytes`.
-    fn dot(
-        &self,
-        format: Format,
-        bytes: &[u8],
-        rows: Range<usize>,
-        cols: usize,
-        x: Activations<'_>,
-        tile: &mut [f32],
-    ) {
-        let bytes = &bytes[rows.start * format.row_bytes(cols)..rows.end * format.row_bytes(cols)];
-        let n = tile.len() / rows.len();
+    /// `tile[i * rows + r] = weight[r] . x[i]`.
+    fn dot(&self, w: Stored<'_>, x: Activations<'_>, tile: &mut [f32]) {
+        let n = tile.len() / w.rows;
         match x {
             Activations::Bf16(x) => {
-                let w: &[bf16] = bytemuck::cast_slice(bytes);
-                isa::dot_tile_bf16(self.isa, w, rows.len(), x, n, cols, tile);
+                isa::dot_tile_bf16(self.isa, bytemuck::cast_slice(w.codes), w.rows, x, n, w.cols, tile);
             }
+            Activations::Blocks(x) => isa::dot_tile_nibbles(self.isa, w, x, n, tile),
             Activations::F32(x) => {
-                let w = match format {
-                    Format::F32 => WeightRows::F32(bytemuck::cast_slice(bytes)),
-                    Format::Bf16 => WeightRows::Bf16(bytemuck::cast_slice(bytes)),
-                    Format::F16 => WeightRows::F16(bytemuck::cast_slice(bytes)),
+                let plain = match w.format {
+                    Format::F32 => WeightRows::F32(bytemuck::cast_slice(w.codes)),
+                    Format::Bf16 => WeightRows::Bf16(bytemuck::cast_slice(w.codes)),
+                    Format::F16 => WeightRows::F16(bytemuck::cast_slice(w.codes)),
+                    Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => {
+                        return isa::dot_tile_scaled(self.isa, w, x, n, tile);
+                    }
                 };
-                isa::dot_tile(self.isa, w, rows.len(), x, n, cols, tile);
+                isa::dot_tile(self.isa, plain, w.rows, x, n, w.cols, tile);
             }
         }
     }
@@ -142,7 +160,7 @@ fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-/// Row `row` of a weight as f32.
+/// Row `row` of a weight that is codes only, as f32.
 fn widen(weight: &Weight, row: usize, out: &mut [f32]) {
     let range = row * weight.cols..(row + 1) * weight.cols;
     match weight.format {
@@ -153,5 +171,6 @@ fn widen(weight: &Weight, row: usize, out: &mut [f32]) {
         Format::F16 => {
             out.iter_mut().zip(&slice::<f16>(&weight.view)[range]).for_each(|(out, v)| *out = v.to_f32());
         }
+        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused by the op's check"),
     }
 }

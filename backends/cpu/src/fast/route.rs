@@ -7,6 +7,7 @@ use crate::{
     memory::{slice, slice_mut},
     parallel::{MAX_TILE_COLS, Rows, for_each_row, for_each_tile, tile_cols},
     reference::choose,
+    stored::Stored,
 };
 
 pub(super) fn route(fast: &Fast, op: &Route, scratch: &mut Scratch) {
@@ -21,7 +22,7 @@ pub(super) fn route(fast: &Fast, op: &Route, scratch: &mut Scratch) {
     });
 
     let normed = Activations::F32(normed);
-    let router = slice::<u8>(&op.router.view);
+    let router = Stored::of(&op.router);
     let logits = &mut scratch.partial[..n * n_experts];
     let cols = tile_cols(&fast.pool, n_experts, 1);
     for_each_tile(&fast.pool, logits, n_experts, Rows::All(n), cols, |_, mut tile| {
@@ -29,14 +30,7 @@ pub(super) fn route(fast: &Fast, op: &Route, scratch: &mut Scratch) {
         for start in (0..n).step_by(ROW_BLOCK) {
             let rows = start..n.min(start + ROW_BLOCK);
             let values = &mut values[..rows.len() * tile.cols.len()];
-            fast.dot(
-                op.router.format,
-                router,
-                tile.cols.clone(),
-                hidden,
-                normed.rows(rows.clone(), hidden),
-                values,
-            );
+            fast.dot(router.part(tile.cols.clone()), normed.rows(rows.clone(), hidden), values);
             for (row, values) in rows.zip(values.chunks_exact(tile.cols.len())) {
                 tile.row(row).copy_from_slice(values);
             }

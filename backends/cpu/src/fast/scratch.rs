@@ -1,21 +1,39 @@
 //! Memory that fast paths write on the way. It grows when an op is recorded, and never in a step.
 
-use freetoken_backend::Op;
+use freetoken_backend::{Format, Op};
 use half::bf16;
 
 use super::{attention, top_logits};
+use crate::isa::{Block, n_blocks};
+
+/// Activations as bf16, or as whole numbers.
+#[derive(Default)]
+pub(super) struct Rounded {
+    pub(super) halves: Vec<bf16>,
+    pub(super) blocks: Vec<Block>,
+}
+
+impl Rounded {
+    fn reserve(&mut self, format: Format, n_rows: usize, width: usize) {
+        match format {
+            Format::Bf16 => grow(&mut self.halves, n_rows * width),
+            Format::Nvfp4 | Format::Mxfp4 => grow(&mut self.blocks, n_rows * n_blocks(width)),
+            Format::F32 | Format::F16 | Format::Fp8 => {}
+        }
+    }
+}
 
 /// Buffers shared by all ops of a backend: one op runs at a time.
 #[derive(Default)]
 pub(crate) struct Scratch {
     /// Normed or gathered activations, `[n_rows, in_features]`; an expert's output rows in order of expert.
     pub(super) rows: Vec<f32>,
-    /// Activations rounded to bf16.
-    pub(super) rounded: Vec<bf16>,
+    /// The same, rounded.
+    pub(super) rounded: Rounded,
     /// Activations inside the experts, `[routes, intermediate]`.
     pub(super) inner: Vec<f32>,
-    /// The same, rounded to bf16.
-    pub(super) inner_rounded: Vec<bf16>,
+    /// The same, rounded.
+    pub(super) inner_rounded: Rounded,
     /// A norm's weight.
     pub(super) norm: Vec<f32>,
     /// Router logits `[n_rows, n_experts]`, attention's partial sums, partial sums of exponentials.
@@ -49,9 +67,9 @@ impl Scratch {
     pub(crate) fn reserve(&mut self, op: &Op, n_workers: usize) {
         match op {
             Op::MatMul(op) => {
-                let n = (op.p.n_rows * op.p.in_features) as usize;
-                grow(&mut self.rows, n);
-                grow(&mut self.rounded, n);
+                let (n_rows, width) = (op.p.n_rows as usize, op.p.in_features as usize);
+                grow(&mut self.rows, n_rows * width);
+                self.rounded.reserve(op.weight.format(), n_rows, width);
                 grow(&mut self.norm, op.p.in_features as usize);
             }
             Op::Route(op) => {
@@ -63,9 +81,9 @@ impl Scratch {
                 let routes = (op.p.n_rows * op.p.top_k) as usize;
                 let (hidden, inner) = (op.p.hidden as usize, op.p.intermediate as usize);
                 grow(&mut self.rows, routes * hidden);
-                grow(&mut self.rounded, routes * hidden);
+                self.rounded.reserve(op.experts.format(), routes, hidden);
                 grow(&mut self.inner, routes * inner);
-                grow(&mut self.inner_rounded, routes * inner);
+                self.inner_rounded.reserve(op.experts.format(), routes, inner);
                 grow(&mut self.order, routes);
                 grow(&mut self.place, routes);
                 grow(&mut self.ids, routes);

@@ -5,12 +5,13 @@
 
 use super::{
     Kernels, kernels, scalar,
+    scaled::{Code, Decode, Fp8, Mxfp4, Nvfp4, Scaled, dot_scaled},
     tile::{Fma, Lanes, Load, dot_row, dot_rows, xor_lanes},
 };
 use half::{bf16, f16};
 use std::arch::aarch64::*;
 
-kernels!("NEON", "neon", Pair);
+kernels!("NEON", "neon", Pair, None);
 
 #[derive(Clone, Copy)]
 struct Pair(float32x4_t, float32x4_t);
@@ -74,6 +75,50 @@ impl Load<f16> for Pair {
         unsafe {
             let bits = vreinterpretq_f16_u16(vld1q_u16(pointer.cast()));
             Self(vcvt_f32_f16(vget_low_f16(bits)), vcvt_high_f32_f16(bits))
+        }
+    }
+}
+
+impl Decode for Pair {
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        // SAFETY: the caller promises NEON.
+        unsafe { Self(vdupq_n_f32(value), vdupq_n_f32(value)) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        // SAFETY: the caller promises NEON.
+        unsafe { Self(vmulq_f32(self.0, other.0), vmulq_f32(self.1, other.1)) }
+    }
+
+    #[inline(always)]
+    unsafe fn values(pointer: *const f32) -> Self {
+        // SAFETY: the caller promises NEON and 8 elements.
+        unsafe { <Self as Load<f32>>::load(pointer) }
+    }
+
+    /// A table of halves: twice the value of a code is a whole number.
+    #[inline(always)]
+    unsafe fn e2m1(pointer: *const u8) -> Self {
+        const TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+        // SAFETY: the caller promises NEON and 8 codes, which are 4 bytes; the table is a register long.
+        unsafe {
+            let bytes = vreinterpret_u8_u32(vdup_n_u32(pointer.cast::<u32>().read_unaligned()));
+            let codes = vzip1_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8::<4>(bytes));
+            let twice = vmovl_s8(vqtbl1_s8(vld1q_s8(TWICE.as_ptr()), codes));
+            let (low, high) = (vmovl_s16(vget_low_s16(twice)), vmovl_high_s16(twice));
+            Self(vcvtq_n_f32_s32::<1>(low), vcvtq_n_f32_s32::<1>(high))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3(pointer: *const u8) -> Self {
+        // SAFETY: the caller promises NEON and 8 codes.
+        unsafe {
+            let wide = vshlq_n_s16::<7>(vmovl_s8(vld1_s8(pointer.cast())));
+            let halves = vreinterpretq_f16_u16(vbicq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(1 << 14)));
+            Self(vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves))
         }
     }
 }

@@ -2,7 +2,10 @@
 //!
 //! `axpy` and `to_bf16` need no intrinsics: the instruction sets compile them again with their features on.
 
-use super::Kernels;
+use super::{
+    Kernels,
+    scaled::{Fp8, Mxfp4, Nvfp4, dot_plain},
+};
 use half::{bf16, f16};
 
 pub(super) const KERNELS: Kernels = Kernels {
@@ -12,6 +15,10 @@ pub(super) const KERNELS: Kernels = Kernels {
     dot_bf16: dot::<bf16, f32>,
     dot_f16: dot::<f16, f32>,
     dot_bf16_bf16: dot::<bf16, bf16>,
+    dot_fp8: dot_plain::<Fp8>,
+    dot_nvfp4: dot_plain::<Nvfp4>,
+    dot_mxfp4: dot_plain::<Mxfp4>,
+    nibbles: None,
     row_f32: row,
     row_bf16: row,
     axpy_f32: axpy::<f32>,

@@ -2,14 +2,15 @@
 
 use freetoken_backend::{Attention, PAGE_TOKENS, Weight};
 
-use super::{dot, elements};
+use super::{dot, row};
 use crate::memory::{slice, slice_mut};
 
 pub(super) fn attention(op: &Attention) {
     let p = &op.p;
     let (heads, kv_heads, d) = (p.n_heads as usize, p.n_kv_heads as usize, p.head_dim as usize);
     let (q, out) = (slice::<f32>(&op.q), slice_mut::<f32>(&op.out));
-    let kv = Weight { view: op.kv.view.clone(), format: op.kv.format, rows: 1, cols: 1 };
+    let kv_rows = op.kv.n_pages * 2 * kv_heads * PAGE_TOKENS;
+    let kv = Weight::plain(op.kv.view.clone(), op.kv.format, kv_rows, d);
     for n in 0..p.n_rows as usize {
         let out = &mut out[n * heads * d..][..heads * d];
         out.fill(0.0);
@@ -21,8 +22,7 @@ pub(super) fn attention(op: &Attention) {
         let length = slice::<i32>(&op.positions)[n] as usize + 1;
         let at = |t: usize, head: usize, value: usize| {
             let page = pages[t / PAGE_TOKENS] as usize;
-            let row = ((page * 2 + value) * kv_heads + head) * PAGE_TOKENS + t % PAGE_TOKENS;
-            elements(&kv, row * d, d)
+            row(&kv, ((page * 2 + value) * kv_heads + head) * PAGE_TOKENS + t % PAGE_TOKENS)
         };
         for head in 0..heads {
             let kv_head = head / (heads / kv_heads);

@@ -10,7 +10,7 @@ mod rope_cache;
 mod route;
 mod top_logits;
 
-use freetoken_backend::{Format, Op, Weight};
+use freetoken_backend::{Format, Op, Weight, e2m1, e4m3};
 use half::{bf16, f16};
 
 pub(crate) use combine::combine;
@@ -19,7 +19,7 @@ pub(crate) use rope_cache::rope_cache;
 pub(crate) use route::choose;
 pub(crate) use top_logits::order;
 
-use crate::memory::slice;
+use crate::stored::Stored;
 
 /// Runs one op.
 pub(crate) fn run(op: &Op) {
@@ -36,26 +36,26 @@ pub(crate) fn run(op: &Op) {
     }
 }
 
-/// `n` elements of a weight from element `start` on, as f32.
-pub(crate) fn elements(weight: &Weight, start: usize, n: usize) -> Vec<f32> {
-    elements_in(weight.format, slice(&weight.view), start, n)
-}
-
-/// The same of a weight that lies in `bytes`.
-fn elements_in(format: Format, bytes: &[u8], start: usize, n: usize) -> Vec<f32> {
-    let end = start + n;
-    match format {
-        Format::F32 => bytemuck::cast_slice::<_, f32>(bytes)[start..end].to_vec(),
-        Format::Bf16 => {
-            bytemuck::cast_slice::<_, bf16>(bytes)[start..end].iter().map(|v| v.to_f32()).collect()
-        }
-        Format::F16 => bytemuck::cast_slice::<_, f16>(bytes)[start..end].iter().map(|v| v.to_f32()).collect(),
-    }
-}
-
 /// Row `row` of a weight, as f32.
-fn row(weight: &Weight, row: usize) -> Vec<f32> {
-    elements(weight, row * weight.cols, weight.cols)
+pub(crate) fn row(weight: &Weight, row: usize) -> Vec<f32> {
+    row_of(&Stored::of(weight), row)
+}
+
+/// The same of a weight in memory.
+pub(crate) fn row_of(weight: &Stored<'_>, row: usize) -> Vec<f32> {
+    let Stored { format, cols, codes, scales, globals, .. } = weight.part(row..row + 1);
+    let global = globals.first().copied().unwrap_or(1.0);
+    let scaled = |code: &dyn Fn(usize) -> f32| -> Vec<f32> {
+        let group = format.group().expect("a format with scales");
+        (0..cols).map(|c| code(c) * format.scale(scales, c / group) * global).collect()
+    };
+    match format {
+        Format::F32 => bytemuck::cast_slice(codes).to_vec(),
+        Format::Bf16 => bytemuck::cast_slice::<_, bf16>(codes).iter().map(|v| v.to_f32()).collect(),
+        Format::F16 => bytemuck::cast_slice::<_, f16>(codes).iter().map(|v| v.to_f32()).collect(),
+        Format::Fp8 => scaled(&|c| e4m3(codes[c])),
+        Format::Nvfp4 | Format::Mxfp4 => scaled(&|c| e2m1(codes[c / 2] >> (c % 2 * 4))),
+    }
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f32 {

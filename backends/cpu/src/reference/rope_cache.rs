@@ -48,6 +48,7 @@ fn prepare(x: &mut [f32], norm: Option<&Weight>, rotary: &[f32], eps: f32) {
             Format::F32 => scale_by(x, scale, slice::<f32>(&norm.view).iter().copied()),
             Format::Bf16 => scale_by(x, scale, slice::<bf16>(&norm.view).iter().map(|w| w.to_f32())),
             Format::F16 => scale_by(x, scale, slice::<half::f16>(&norm.view).iter().map(|w| w.to_f32())),
+            Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused by the op's check"),
         }
     }
     let half = rotary.len() / 2;
@@ -77,6 +78,6 @@ fn store(kv: &KvCache, place: usize, values: &[f32], shift: usize) {
             let out = &mut slice_mut::<bf16>(&kv.view)[range];
             out.iter_mut().zip(values).for_each(|(out, v)| *out = bf16::from_f32(*v));
         }
-        Format::F16 => unreachable!("refused by `supports`"),
+        Format::F16 | Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused by `supports`"),
     }
 }

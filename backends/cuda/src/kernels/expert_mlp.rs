@@ -38,6 +38,9 @@ pub(super) fn launches(op: &ExpertMlp, precision: Precision) -> Result<(Vec<Laun
     let Experts::Pool { pool, layer } = &op.experts else {
         return Err(Unsupported("experts in place need host memory".into()));
     };
+    if pool.record.format.group().is_some() {
+        return Err(Unsupported(format!("its experts are {}; f32, bf16 and f16 run", pool.record.format)));
+    }
     let row = pool.entry(*layer, 0) * 4;
     let place = Place {
         table: Arg::View(pool.table.slice(row..row + 4 * pool.n_experts)),
@@ -69,8 +72,8 @@ pub(crate) fn record_place(pool: &ExpertPool) -> Result<Arg, Unsupported> {
         // A pool without a slot has a bank all the same.
         slots_per_chunk: pool.slots_per_chunk.max(1) as u32,
         record_bytes,
-        up_bytes: record.up().start as u32,
-        down_bytes: record.down.start as u32,
+        up_bytes: record.up().codes.start as u32,
+        down_bytes: record.down.codes.start as u32,
     };
     Ok(params(bytemuck::bytes_of(&place)))
 }
@@ -113,6 +116,7 @@ fn decode(
         (Format::Bf16, 2..=4) => names!("bf16", 4),
         (Format::Bf16, _) => names!("bf16", 16),
         (Format::F16, _) => names!("f16", 1),
+        (Format::Fp8 | Format::Nvfp4 | Format::Mxfp4, _) => unreachable!("refused before a launch is made"),
     };
     let grid = |columns: u32, per_warp: u32| [columns.div_ceil(WARPS * per_warp), n_routes, 1];
     let launches = vec![

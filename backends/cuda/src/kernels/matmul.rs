@@ -28,6 +28,9 @@ struct Part<'a> {
 }
 
 pub(super) fn launches(op: &MatMul, precision: Precision) -> Result<(Vec<Launch>, usize), Unsupported> {
+    if op.weight.format().group().is_some() {
+        return Err(Unsupported(format!("its weight is {}; f32, bf16 and f16 run", op.weight.format())));
+    }
     let parts = parts(op)?;
     if op.p.n_rows <= MAX_DECODE_ROWS {
         return Ok((parts.iter().map(|part| gemv(op, part)).collect(), 0));
@@ -160,6 +163,7 @@ fn gemv_kernel(n_rows: u32, norm: bool, of: Format) -> Option<Gemv> {
         (Format::Bf16, 3..=4) => (kernel!("bf16", 4), 4, 16),
         (Format::Bf16, 5..=8) => (kernel!("bf16", 8), 8, 32),
         (Format::Bf16, _) => (kernel!("bf16", 16), 8, 32),
+        (Format::Fp8 | Format::Nvfp4 | Format::Mxfp4, _) => return None,
     };
     Some(Gemv { kernel, warps, rows_per_block })
 }

@@ -16,10 +16,10 @@ use std::{
 
 use bytemuck::{Pod, Zeroable};
 use freetoken_backend::{
-    Buffer, Error, ExpertMlp, HostMemory, LinkSample, Result, RouteAsk, RouteReply, RouteServer,
+    Buffer, Error, ExpertMlp, HostMemory, LinkSample, NOWHERE, Result, RouteAsk, RouteReply, RouteServer,
 };
 
-use super::{ALIGN, NOWHERE, Point, Sizes, pool_of, sections, settle};
+use super::{ALIGN, Point, Sizes, pool_of, sections};
 use crate::{
     kernels::{self, MAX_DECODE_ROWS},
     launch::{Arg, Launch},
@@ -115,7 +115,7 @@ pub(crate) struct Bells {
 
 /// Bytes of link, ids, weights and table in what a route point asks, from the start of its own.
 fn asked(sizes: &Sizes) -> [Range<usize>; 4] {
-    sections([4, sizes.n_routes(), sizes.n_routes(), sizes.n_experts])
+    sections([4, sizes.n_routes(), sizes.n_routes(), sizes.row.n_experts])
 }
 
 impl Bells {
@@ -127,7 +127,7 @@ impl Bells {
         let sizes = points.map(Sizes::of);
         let largest = |n: fn(&Sizes) -> usize| sizes.clone().map(|sizes| n(&sizes)).max().unwrap_or_default();
         let asked_rows = sizes.clone().map(|sizes| asked(&sizes)[3].end.next_multiple_of(ALIGN)).sum();
-        let n_experts = largest(|sizes| sizes.n_experts);
+        let n_experts = largest(|sizes| sizes.row.n_experts);
         let answered_rows = (ANSWER_WORDS * n_experts * 4).next_multiple_of(ALIGN);
         let rows = 4 * largest(|sizes| sizes.n_rows * sizes.hidden);
         let host_rows = 4 * largest(|sizes| sizes.n_routes() * sizes.hidden);
@@ -218,7 +218,7 @@ impl BellPoint {
         bells.placed = asked[3].end.next_multiple_of(ALIGN);
         let asked_rows = bells.asked_rows..bells.asked_rows + 4 * sizes.n_rows * sizes.hidden;
         let answered_rows = bells.answered_rows..bells.answered_rows + 4 * sizes.n_routes() * sizes.hidden;
-        let arrivals = bells.state.view(ALIGN..ALIGN + 4 * sizes.n_experts);
+        let arrivals = bells.state.view(ALIGN..ALIGN + 4 * sizes.row.n_experts);
         let address = |view| memory::span(view).address();
         let asked_at = |part: &Range<usize>| bells.papers.asked.span().slice(part.clone()).address();
         let answered = bells.papers.answered.span();
@@ -245,7 +245,7 @@ impl BellPoint {
             top_k: mlp.p.top_k,
             hidden: mlp.p.hidden,
             n_experts: mlp.p.n_experts,
-            first_entry: sizes.first_entry as u32,
+            first_entry: sizes.row.first_entry as u32,
             padding: 0,
         };
         let arrivals = point.answered(arrivals);
@@ -402,12 +402,12 @@ fn write_answer(
     before: &[i32],
     answer: &mut [i32],
 ) -> std::result::Result<u32, String> {
-    let (slots, lists) = answer.split_at_mut(sizes.n_experts);
+    let (slots, lists) = answer.split_at_mut(sizes.row.n_experts);
     slots.copy_from_slice(before);
-    settle(sizes, reply, ids, slots)?;
+    reply.settle(&sizes.row, ids, slots)?;
     for (slot, &before) in slots.iter_mut().zip(before) {
         // Computed while the host decided.
-        if before >= 0 && (0..sizes.n_slots as i32).contains(slot) {
+        if before >= 0 && (0..sizes.row.n_slots as i32).contains(slot) {
             *slot = NOWHERE;
         }
     }
@@ -423,11 +423,17 @@ fn write_answer(
 mod tests {
     use freetoken_backend::TableChange;
 
-    use super::{super::ON_HOST, *};
+    use freetoken_backend::{ON_HOST, TableRow};
+
+    use super::*;
 
     /// Layer 1 of 2, five experts, four slots, two rows of two routes.
-    const SIZES: Sizes =
-        Sizes { n_rows: 2, top_k: 2, hidden: 8, n_experts: 5, n_slots: 4, first_entry: 5, n_entries: 10 };
+    const SIZES: Sizes = Sizes {
+        n_rows: 2,
+        top_k: 2,
+        hidden: 8,
+        row: TableRow { n_experts: 5, n_slots: 4, first_entry: 5, n_entries: 10 },
+    };
 
     #[test]
     fn an_answer_names_what_was_missing_and_counts_its_lists() {
@@ -452,10 +458,12 @@ mod tests {
         assert!(2 * n < 1 << COUNT_BITS);
         assert_eq!(size_of::<Parameters>(), 17 * 8 + 6 * 4);
         let sizes = Sizes {
-            n_experts: MAX_EXPERTS,
-            n_slots: MAX_EXPERTS,
-            n_entries: MAX_EXPERTS,
-            first_entry: 0,
+            row: TableRow {
+                n_experts: MAX_EXPERTS,
+                n_slots: MAX_EXPERTS,
+                n_entries: MAX_EXPERTS,
+                first_entry: 0,
+            },
             ..SIZES
         };
         let slots = |slot: fn(u32) -> i32| (0..n).map(move |entry| TableChange { entry, slot: slot(entry) });

@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 
 use freetoken_backend::{Buffer, ExpertMlp, HostMemory, Result, RouteAsk, RouteReply, RouteServer, View};
 
-use super::{Point, Sizes, sections, settle};
+use super::{Point, Sizes, sections};
 use crate::{
     driver::Span,
     memory::{self, Device, PinnedMemory},
@@ -23,12 +23,12 @@ pub(crate) struct Desk {
 
 /// Bytes of ids, weights, table and rows in what is asked.
 fn asked(sizes: &Sizes) -> [Range<usize>; 4] {
-    sections([sizes.n_routes(), sizes.n_routes(), sizes.n_experts, sizes.n_rows * sizes.hidden])
+    sections([sizes.n_routes(), sizes.n_routes(), sizes.row.n_experts, sizes.n_rows * sizes.hidden])
 }
 
 /// Bytes of the slots and the host's rows in what is answered.
 fn answered(sizes: &Sizes) -> [Range<usize>; 2] {
-    sections([sizes.n_experts, sizes.n_routes() * sizes.hidden])
+    sections([sizes.row.n_experts, sizes.n_routes() * sizes.hidden])
 }
 
 impl Desk {
@@ -80,7 +80,7 @@ impl StagedPoint {
         let Point { sizes, pool, mlp, .. } = &self.point;
         let [ids, weights, table, rows] = asked(sizes);
         let asked = desk.asked.span();
-        let entries = sizes.first_entry * 4..(sizes.first_entry + sizes.n_experts) * 4;
+        let entries = sizes.row.first_entry * 4..(sizes.row.first_entry + sizes.row.n_experts) * 4;
         let front = |view: &View, bytes: usize| memory::span(view).slice(0..bytes);
         [
             (asked.slice(ids.clone()), front(&mlp.ids, ids.len())),
@@ -113,7 +113,11 @@ impl StagedPoint {
         let [slots, _] = answered(&self.point.sizes);
         let (asked, slots) = (desk.asked.bytes(), &mut desk.answered.bytes_mut()[slots]);
         slots.copy_from_slice(&asked[table]);
-        settle(&self.point.sizes, reply, bytemuck::cast_slice(&asked[ids]), bytemuck::cast_slice_mut(slots))
+        reply.settle(
+            &self.point.sizes.row,
+            bytemuck::cast_slice(&asked[ids]),
+            bytemuck::cast_slice_mut(slots),
+        )
     }
 
     /// Queues what the reply changes on the device before the experts' work: table entries, then records.
