@@ -3,7 +3,8 @@
 //
 // Routes come sorted by expert in tiles of at most TILE, `routes` as expert_mlp_group leaves it; records as in
 // expert_mlp_gemv. A workgroup computes a tile of routes times OUTPUTS outputs as in matmul_tiled. Experts outside of the window
-// of chunks are left to other dispatches. Bound by f32 multiply-adds.
+// of chunks are left to other dispatches. Bound by f32 multiply-adds; each load of weights chooses a chunk, which is not free, so that
+// none brings less than a vec4.
 
 override FORMAT: u32 = 1u;
 override DOWN: bool = false;
@@ -22,24 +23,35 @@ var<workgroup> x_tile: array<vec4<f32>, TILE * STRIDE>;
 var<workgroup> weight_tile: array<vec4<f32>, OUTPUTS * STRIDE>;
 var<workgroup> up_tile: array<vec4<f32>, select(OUTPUTS * STRIDE, 1u, DOWN)>;
 
-// Columns c .. c + 4 of row `r` of a matrix that starts at element `start` of the record.
-fn load_weight(chunk: u32, record: u32, start: u32, r: u32, c: u32) -> vec4<f32> {
+// Columns c .. c + 8 of row `r` of a matrix that starts at element `start` of the record, as they lie there; f32 where rows are not wide.
+fn load_weight(chunk: u32, record: u32, start: u32, r: u32, c: u32) -> Two {
     if r >= p.out_features || c >= p.in_features {
-        return vec4(0.0);
+        return Two(vec4(0u), vec4(0u));
     }
     let at = start + r * p.in_features + c;
-    if WIDE {
-        let v = chunk_vec(chunk, record + at / per_vec(FORMAT));
-        if FORMAT == F32 {
-            return bitcast<vec4<f32>>(v);
-        }
-        return decode_half(FORMAT, v, (at & 4u) != 0u);
+    if WIDE && FORMAT == F32 {
+        return chunk_two(chunk, record + at / 4u);
     }
-    var v = vec4(0.0);
-    for (var i = 0u; i < min(4u, p.in_features - c); i++) {
-        v[i] = decode_element(FORMAT, chunk_vec(chunk, record + (at + i) / per_vec(FORMAT)), at + i);
+    if WIDE {
+        return Two(chunk_vec(chunk, record + at / 8u), vec4(0u));
+    }
+    var v: Two;
+    for (var i = 0u; i < min(8u, p.in_features - c); i++) {
+        let element = decode_element(FORMAT, chunk_vec(chunk, record + (at + i) / per_vec(FORMAT)), at + i);
+        if i < 4u {
+            v.first[i] = bitcast<u32>(element);
+        } else {
+            v.second[i - 4u] = bitcast<u32>(element);
+        }
     }
     return v;
+}
+
+fn decode(v: Two) -> Eight {
+    if WIDE && FORMAT != F32 {
+        return Eight(decode_half(FORMAT, v.first, false), decode_half(FORMAT, v.first, true));
+    }
+    return Eight(bitcast<vec4<f32>>(v.first), bitcast<vec4<f32>>(v.second));
 }
 
 // Columns c .. c + 4 of the row that starts at element `row`.
@@ -91,24 +103,36 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     if loaded < TILE {
         x_next = load_x(x_row, x_inside, 4u * quarter);
     }
-    var weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, 4u * quarter);
-    var up_next = vec4(0.0);
+    // Weights come for two steps of DEPTH columns at a time, eight columns a thread; half of the threads hold those of a step.
+    var weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, 8u * quarter);
+    var up_next: Two;
     if !DOWN {
-        up_next = load_weight(chunk, record, p.up_start, first_output + loaded, 4u * quarter);
+        up_next = load_weight(chunk, record, p.up_start, first_output + loaded, 8u * quarter);
     }
-    for (var c = 4u * quarter; c < p.in_features + 4u * quarter; c += DEPTH) {
+    for (var c = 0u; c < p.in_features; c += DEPTH) {
+        let is_second = (c & DEPTH) != 0u;
         if loaded < TILE {
             x_tile[loaded * STRIDE + quarter] = x_next;
         }
-        weight_tile[loaded * STRIDE + quarter] = weight_next;
-        if !DOWN {
-            up_tile[loaded * STRIDE + quarter] = up_next;
+        if (quarter >= 2u) == is_second {
+            let to = loaded * STRIDE + 2u * (quarter & 1u);
+            let weight = decode(weight_next);
+            weight_tile[to] = weight.low;
+            weight_tile[to + 1u] = weight.high;
+            if !DOWN {
+                let up = decode(up_next);
+                up_tile[to] = up.low;
+                up_tile[to + 1u] = up.high;
+            }
         }
         workgroupBarrier();
-        x_next = load_x(x_row, x_inside, c + DEPTH);
-        weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, c + DEPTH);
-        if !DOWN {
-            up_next = load_weight(chunk, record, p.up_start, first_output + loaded, c + DEPTH);
+        x_next = load_x(x_row, x_inside, c + DEPTH + 4u * quarter);
+        if is_second {
+            let first = c + DEPTH + 8u * quarter;
+            weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, first);
+            if !DOWN {
+                up_next = load_weight(chunk, record, p.up_start, first_output + loaded, first);
+            }
         }
         for (var k = 0u; k < DEPTH / 4u; k++) {
             var xs: array<vec4<f32>, 4>;

@@ -2,7 +2,7 @@
 //! submitted when they are dropped is forgotten.
 
 use freetoken_backend::{HostMemory, Result};
-use wgpu::{CommandEncoder, ComputePassDescriptor};
+use wgpu::{CommandBuffer, CommandEncoder, ComputePassDescriptor};
 
 use crate::{device::Gpu, dispatch::Dispatch, host::WgpuHostMemory, queue::Lanes, staging::Staging};
 
@@ -14,6 +14,39 @@ const SOFTWARE_WORK: u64 = 10_000_000_000;
 const FIRST_DISPATCHES: usize = 8;
 /// Dispatches of a submission, at most.
 const DISPATCHES: usize = 64;
+
+/// A recorded copy of whole words.
+pub(crate) struct Copy {
+    pub(crate) src: wgpu::Buffer,
+    pub(crate) start: usize,
+    pub(crate) dst: wgpu::Buffer,
+    pub(crate) at: usize,
+    pub(crate) bytes: usize,
+}
+
+/// Recorded commands between two decisions of the host: dispatches, then copies.
+#[derive(Default)]
+pub(crate) struct Run {
+    pub(crate) dispatches: Vec<Dispatch>,
+    pub(crate) copies: Vec<Copy>,
+}
+
+impl Run {
+    fn encode(&self, encoder: &mut CommandEncoder) {
+        if !self.dispatches.is_empty() {
+            let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor::default());
+            self.dispatches.iter().for_each(|dispatch| dispatch.encode(&mut pass));
+        }
+        self.copies.iter().for_each(|copy| copy.encode(encoder));
+    }
+}
+
+impl Copy {
+    fn encode(&self, encoder: &mut CommandEncoder) {
+        let Copy { src, start, dst, at, bytes } = self;
+        encoder.copy_buffer_to_buffer(src, *start as u64, dst, *at as u64, Some(*bytes as u64));
+    }
+}
 
 /// A list of commands that grows, and what it may grow to.
 pub(crate) struct Commands<'a> {
@@ -64,6 +97,30 @@ impl<'a> Commands<'a> {
         }
     }
 
+    /// Adds recorded commands.
+    pub(crate) fn run(&mut self, run: &Run) {
+        self.dispatch(&run.dispatches);
+        run.copies.iter().for_each(|copy| copy.encode(self.encoder()));
+    }
+
+    /// Encodes recorded commands that may be added later: a host that waits has the time. `None` where they are too many for one
+    /// submission.
+    pub(crate) fn ahead(&self, run: &Run) -> Option<CommandBuffer> {
+        let work: u64 = run.dispatches.iter().map(|dispatch| dispatch.work).sum();
+        (run.dispatches.len() <= DISPATCHES && work <= self.most_work).then(|| {
+            let mut encoder = self.lanes.encoder();
+            run.encode(&mut encoder);
+            encoder.finish()
+        })
+    }
+
+    /// Adds recorded commands, encoded ahead or not.
+    pub(crate) fn add(&mut self, run: &Run, ahead: Option<CommandBuffer>) {
+        let Some(ahead) = ahead else { return self.run(run) };
+        let open = self.encoder.take().map(CommandEncoder::finish);
+        self.lanes.ready.extend(open.into_iter().chain([ahead]));
+    }
+
     /// Adds a copy of whole words.
     pub(crate) fn copy(
         &mut self,
@@ -99,12 +156,19 @@ impl<'a> Commands<'a> {
     pub(crate) fn submit(&mut self) -> u64 {
         (self.work, self.n_dispatches, self.most_dispatches) = (0, 0, FIRST_DISPATCHES);
         match self.encoder.take() {
-            Some(encoder) => self.lanes.submit(Some(encoder)),
-            None => self.lanes.last(),
+            None if self.lanes.ready.is_empty() => self.lanes.last(),
+            encoder => self.lanes.submit(encoder),
         }
     }
 
-    fn encoder(&mut self) -> &mut CommandEncoder {
+    /// What commands are added to.
+    pub(crate) fn encoder(&mut self) -> &mut CommandEncoder {
         self.encoder.get_or_insert_with(|| self.lanes.encoder())
+    }
+}
+
+impl Drop for Commands<'_> {
+    fn drop(&mut self) {
+        self.lanes.ready.clear();
     }
 }

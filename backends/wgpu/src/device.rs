@@ -40,6 +40,15 @@ const PREFILL_ROWS: usize = 1024;
 /// The same where a CPU plays the GPU.
 const SOFTWARE_PREFILL_ROWS: usize = 128;
 
+/// What it takes to bind an array of buffers.
+const ARRAYS: Features = Features::BUFFER_BINDING_ARRAY
+    .union(Features::STORAGE_RESOURCE_BINDING_ARRAY)
+    .union(Features::SAMPLED_TEXTURE_AND_STORAGE_BUFFER_ARRAY_NON_UNIFORM_INDEXING);
+/// Chunks of an expert pool in one array, at most.
+const MAX_ARRAY: u32 = 1024;
+/// Buffers that kernels bind beside chunks.
+const BESIDE_CHUNKS: u32 = 5;
+
 /// Largest binding of [`Options::floor`].
 const FLOOR_BINDING_BYTES: u64 = 2 << 20;
 
@@ -97,6 +106,20 @@ impl Gpu {
         if many { 1024 } else { 256 }
     }
 
+    /// Whether an array of buffers can be one binding.
+    pub(crate) fn binds_arrays(&self) -> bool {
+        self.device.features().contains(ARRAYS)
+    }
+
+    /// Chunks of an expert pool that one dispatch binds at most: a power of two.
+    pub(crate) fn max_window(&self) -> usize {
+        let most = match self.binds_arrays() {
+            true => self.limits.max_binding_array_elements_per_shader_stage.min(MAX_ARRAY),
+            false => (self.limits.max_storage_buffers_per_shader_stage - BESIDE_CHUNKS).min(8),
+        };
+        1 << most.ilog2()
+    }
+
     /// Teams of a workgroup, at most.
     pub(crate) fn max_teams(&self, threads: u32) -> u32 {
         threads / self.subgroups.unwrap_or(32)
@@ -137,10 +160,11 @@ impl Wgpu {
             limits.max_storage_buffers_per_shader_stage = adapter::MIN_STORAGE_BUFFERS;
             limits.max_storage_buffer_binding_size = FLOOR_BINDING_BYTES;
         }
-        let mut wanted = Features::IMMEDIATES | Features::PIPELINE_CACHE | Features::TIMESTAMP_QUERY;
+        let mut wanted = Features::IMMEDIATES | Features::PIPELINE_CACHE | timing::STAMPS;
         let subgroups =
             facts.subgroups.filter(|&(least, most)| options.subgroups && least >= 4 && most <= 128);
         wanted.set(Features::SUBGROUP, subgroups.is_some());
+        wanted.set(ARRAYS, !options.floor && adapter.features().contains(ARRAYS));
         let descriptor = DeviceDescriptor {
             label: Some("freetoken"),
             required_features: wanted & adapter.features(),
@@ -325,7 +349,7 @@ impl Backend for Wgpu {
                 let mut commands = Commands::new(lanes, self.gpu());
                 commands.copy(shared, start, buffer(dst.buffer()), dst.range().start, dst.bytes());
                 let seq = commands.submit();
-                lanes.check()?;
+                commands.lanes.check()?;
                 Ok(Event { lane, seq })
             }
             None => {
@@ -366,7 +390,7 @@ impl Backend for Wgpu {
         let mut commands = Commands::new(&mut state.lanes, self.gpu());
         commands.dispatch(&dispatches);
         commands.submit();
-        state.lanes.check()
+        commands.lanes.check()
     }
 
     fn time(&self, ops: &[Op]) -> Result<Vec<f64>> {

@@ -8,7 +8,7 @@ use wgpu::{BindGroup, BindGroupDescriptor, BindGroupEntry, BindingResource, Comp
 
 use crate::{
     device::Gpu,
-    kernels::{Kernel, Linkage},
+    kernels::{Chunks, Kernel, Linkage},
     memory::{Slot, storage},
     pipelines::Pipelines,
 };
@@ -72,7 +72,7 @@ pub(crate) struct Call<'a> {
     pub(crate) constants: Vec<(&'static str, u32)>,
     /// Written ones first, as the kernel numbers them; without chunks.
     pub(crate) slots: Vec<Slot>,
-    /// A window of experts: 1, 2, 4 or 8 chunks.
+    /// A window of experts: a power of two of chunks, at most [`Gpu::max_window`].
     pub(crate) chunks: &'a [Slot],
     pub(crate) params: &'a [u32],
     pub(crate) workgroups: [u32; 3],
@@ -90,17 +90,25 @@ impl Recorder<'_> {
         assert_eq!(slots.len(), kernel.n_written + kernel.n_read, "{name}: bindings");
         assert_eq!(kernel.has_chunks(), !chunks.is_empty(), "{name}: chunks");
         assert!(workgroups.iter().all(|&n| n <= most), "{name}: a grid of {workgroups:?}");
-        let linkage = Linkage { subgroups: self.gpu.subgroups.is_some(), chunks: chunks.len() as u32 };
-        let pipeline = self.pipelines.get(&self.gpu.device, kernel, linkage, constants);
-        let slots: Vec<Slot> = slots.into_iter().chain(chunks.iter().cloned()).collect();
-        let entry = |(i, slot)| BindGroupEntry {
-            binding: i as u32,
-            resource: BindingResource::Buffer(Slot::binding(slot)),
+        let window = match chunks.len() as u32 {
+            0 => Chunks::None,
+            n if n > 1 && self.gpu.binds_arrays() => Chunks::Array(n),
+            n => Chunks::Apart(n),
         };
+        let linkage = Linkage { subgroups: self.gpu.subgroups.is_some(), chunks: window };
+        let pipeline = self.pipelines.get(&self.gpu.device, kernel, linkage, constants);
+        let chunks: Vec<_> = chunks.iter().map(Slot::binding).collect();
+        let mut resources: Vec<_> =
+            slots.iter().map(|slot| BindingResource::Buffer(slot.binding())).collect();
+        match window {
+            Chunks::Array(_) => resources.push(BindingResource::BufferArray(&chunks)),
+            _ => resources.extend(chunks.iter().cloned().map(BindingResource::Buffer)),
+        }
+        let entry = |(i, resource)| BindGroupEntry { binding: i as u32, resource };
         let bindings = self.gpu.device.create_bind_group(&BindGroupDescriptor {
             label: Some(name),
             layout: &pipeline.layout,
-            entries: &slots.iter().enumerate().map(entry).collect::<Vec<_>>(),
+            entries: &resources.into_iter().enumerate().map(entry).collect::<Vec<_>>(),
         });
         let mut words = [0; MAX_PARAMS];
         words[..params.len()].copy_from_slice(params);
@@ -163,5 +171,6 @@ pub(crate) fn format_code(format: Format) -> u32 {
         Format::F32 => 0,
         Format::Bf16 => 1,
         Format::F16 => 2,
+        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused by `supports`"),
     }
 }

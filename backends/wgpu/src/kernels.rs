@@ -5,8 +5,19 @@
 pub(crate) struct Linkage {
     /// Teams are subgroups.
     pub(crate) subgroups: bool,
-    /// Chunks of an expert pool in a window: 1, 2, 4 or 8; 0 for kernels without.
-    pub(crate) chunks: u32,
+    /// Chunks of an expert pool.
+    pub(crate) chunks: Chunks,
+}
+
+/// How a kernel binds a window of chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Chunks {
+    /// It reads none.
+    None,
+    /// A binding each: 1, 2, 4 or 8.
+    Apart(u32),
+    /// One array of so many.
+    Array(u32),
 }
 
 /// A file that is linked in front of a kernel.
@@ -16,7 +27,7 @@ enum Link {
     Format,
     /// How the threads of a workgroup meet.
     Team,
-    /// A window of chunks, bound behind everything else.
+    /// A window of chunks, bound behind everything else. Comes first: it may enable an extension.
     Chunks,
     /// What the kernels of expert_mlp share.
     Experts,
@@ -56,11 +67,12 @@ impl Kernel {
             Link::Select => include_str!("../../../shaders/select.wgsl"),
             Link::Experts => include_str!("../../../shaders/experts.wgsl"),
             Link::Chunks => match linkage.chunks {
-                1 => include_str!("../../../shaders/chunks_1.wgsl"),
-                2 => include_str!("../../../shaders/chunks_2.wgsl"),
-                4 => include_str!("../../../shaders/chunks_4.wgsl"),
-                8 => include_str!("../../../shaders/chunks_8.wgsl"),
-                other => unreachable!("no window has {other} chunks"),
+                Chunks::Apart(1) => include_str!("../../../shaders/chunks_1.wgsl"),
+                Chunks::Apart(2) => include_str!("../../../shaders/chunks_2.wgsl"),
+                Chunks::Apart(4) => include_str!("../../../shaders/chunks_4.wgsl"),
+                Chunks::Apart(8) => include_str!("../../../shaders/chunks_8.wgsl"),
+                Chunks::Array(_) => include_str!("../../../shaders/chunks_array.wgsl"),
+                other => unreachable!("no window of {other:?}"),
             },
         };
         self.links.iter().map(file).chain([self.text]).collect()
@@ -118,14 +130,14 @@ kernels! {
         WORKGROUP: &[256, 1024], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
         EXPERTS: &[8, 1024],
     }
-    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Format, Team, Chunks, Experts] writes 1 reads 4 params 20 {
+    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Chunks, Format, Team, Experts] writes 1 reads 4 params 20 {
         WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, OUTPUTS: &[8],
     }
-    EXPERT_MLP_FEW = "expert_mlp_few" [Format, Team, Chunks, Experts] writes 1 reads 4 params 20 {
+    EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts] writes 1 reads 4 params 20 {
         WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, GROUPED: FLAG, OUTPUTS: &[8],
     }
     EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
-    EXPERT_MLP_TILED = "expert_mlp_tiled" [Format, Chunks, Experts] writes 1 reads 4 params 20 {
+    EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts] writes 1 reads 4 params 20 {
         FORMAT: FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
     }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
@@ -161,13 +173,18 @@ mod tests {
     fn every_variant_is_valid_wgsl() {
         for kernel in ALL {
             for subgroups in [false, true] {
-                for chunks in if kernel.has_chunks() { vec![1, 2, 4, 8] } else { vec![0] } {
+                let windows = [1, 2, 4, 8].map(Chunks::Apart).into_iter().chain([Chunks::Array(16)]);
+                for chunks in if kernel.has_chunks() { windows.collect() } else { vec![Chunks::None] } {
                     let text = kernel.module(Linkage { subgroups, chunks });
                     let module = wgsl::parse_str(&text)
                         .unwrap_or_else(|e| panic!("{}:\n{}", kernel.name, e.emit_to_string(&text)));
                     let mut able = Capabilities::IMMEDIATES | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
                     if subgroups {
                         able |= Capabilities::SUBGROUP;
+                    }
+                    if matches!(chunks, Chunks::Array(_)) {
+                        able |= Capabilities::STORAGE_BUFFER_BINDING_ARRAY
+                            | Capabilities::STORAGE_BUFFER_BINDING_ARRAY_NON_UNIFORM_INDEXING;
                     }
                     let mut validator = Validator::new(ValidationFlags::all(), able);
                     let info = validator

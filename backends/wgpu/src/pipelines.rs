@@ -1,6 +1,6 @@
 //! Compute pipelines, each made once: by kernel, linkage and constants. Made when something is recorded, never in a step.
 
-use std::{collections::HashMap, fs, path::PathBuf};
+use std::{collections::HashMap, fs, num::NonZeroU32, path::PathBuf};
 
 use wgpu::{
     BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, BufferBindingType,
@@ -9,7 +9,7 @@ use wgpu::{
     ShaderRuntimeChecks, ShaderSource, ShaderStages,
 };
 
-use crate::kernels::{Kernel, Linkage};
+use crate::kernels::{Chunks, Kernel, Linkage};
 
 /// Values of a kernel's override constants.
 pub(crate) type Constants = Vec<(&'static str, u32)>;
@@ -57,7 +57,12 @@ impl Pipelines {
             .entry((kernel.name, linkage))
             .or_insert_with(|| module(device, kernel, linkage))
             .clone();
-        let values: Vec<(&str, f64)> = key.2.iter().map(|&(name, value)| (name, f64::from(value))).collect();
+        let array = match linkage.chunks {
+            Chunks::Array(n) => Some(("CHUNKS", n)),
+            _ => None,
+        };
+        let values = key.2.iter().copied().chain(array).map(|(name, value)| (name, f64::from(value)));
+        let values: Vec<(&str, f64)> = values.collect();
         let layout = layout(device, kernel, linkage);
         let pipeline_layout = device.create_pipeline_layout(&PipelineLayoutDescriptor {
             label: Some(kernel.name),
@@ -114,7 +119,12 @@ fn module(device: &Device, kernel: &Kernel, linkage: Linkage) -> ShaderModule {
 }
 
 fn layout(device: &Device, kernel: &Kernel, linkage: Linkage) -> BindGroupLayout {
-    let n = kernel.n_written + kernel.n_read + linkage.chunks as usize;
+    let n_others = kernel.n_written + kernel.n_read;
+    let (n, array) = match linkage.chunks {
+        Chunks::None => (n_others, None),
+        Chunks::Apart(n) => (n_others + n as usize, None),
+        Chunks::Array(n) => (n_others + 1, NonZeroU32::new(n)),
+    };
     let entry = |i: usize| BindGroupLayoutEntry {
         binding: i as u32,
         visibility: ShaderStages::COMPUTE,
@@ -123,7 +133,7 @@ fn layout(device: &Device, kernel: &Kernel, linkage: Linkage) -> BindGroupLayout
             has_dynamic_offset: false,
             min_binding_size: None,
         },
-        count: None,
+        count: array.filter(|_| i == n_others),
     };
     let entries: Vec<_> = (0..n).map(entry).collect();
     device

@@ -10,8 +10,6 @@ use crate::{
     memory::{Slot, buffer},
 };
 
-/// Buffers that the kernels bind beside chunks.
-const OTHER_BUFFERS: u32 = 5;
 /// Dispatches over which a bank may be spread, each binding as many windows of it as the device allows.
 const MAX_BANK_DISPATCHES: usize = 4;
 /// What no table says: nothing is read from a bank.
@@ -65,7 +63,7 @@ impl Bank {
         };
         let bytes = pool.record.bytes;
         let per_window = gpu.max_binding() / bytes;
-        let most = MAX_BANK_DISPATCHES * max_window(gpu);
+        let most = MAX_BANK_DISPATCHES * gpu.max_window();
         if per_window * most < pool.n_experts {
             let wanted = pool.n_experts * bytes;
             return Err(format!("its bank has {wanted} bytes, too many for {most} bindings of the device"));
@@ -77,10 +75,4 @@ impl Bank {
         let windows = (0..pool.n_experts).step_by(per_window).map(window).collect();
         Ok(Bank { windows, per_window })
     }
-}
-
-/// Chunks that one dispatch binds at most.
-pub(crate) fn max_window(gpu: &Gpu) -> usize {
-    let most = (gpu.limits.max_storage_buffers_per_shader_stage - OTHER_BUFFERS) as usize;
-    [8, 4, 2, 1].into_iter().find(|&w| w <= most).expect("checked when the adapter was opened")
 }

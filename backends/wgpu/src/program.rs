@@ -5,30 +5,27 @@ use wgpu::{BufferDescriptor, BufferUsages};
 
 use crate::{
     Wgpu,
-    commands::Commands,
+    commands::{Commands, Copy, Run},
     device::State,
-    dispatch::{Dispatch, Recorder},
+    dispatch::Recorder,
     memory::buffer,
     ops,
     route_point::RoutePoint,
 };
 
-enum Segment {
-    Dispatches(Vec<Dispatch>),
-    Route(Box<RoutePoint>),
-}
-
-/// What the host reads when a replay is done.
-struct Output {
-    source: wgpu::Buffer,
-    at: usize,
-    words: Vec<u32>,
+/// A route point, and the commands up to the next question or to the outputs.
+struct Stop {
+    point: RoutePoint,
+    behind: Run,
 }
 
 pub(crate) struct WgpuProgram {
     backend: Wgpu,
-    segments: Vec<Segment>,
-    outputs: Vec<Output>,
+    /// Up to the first question, or all of it.
+    first: Run,
+    stops: Vec<Stop>,
+    /// Words of each output.
+    outputs: Vec<Vec<u32>>,
     /// All outputs, one behind the other.
     mapped: wgpu::Buffer,
 }
@@ -39,50 +36,51 @@ impl WgpuProgram {
         let State { pipelines, scratch, desk, .. } = &mut *backend.lock();
         let mut recorder =
             Recorder { gpu: backend.gpu(), pipelines, scratch, dispatches: Vec::new(), work: 0 };
-        let mut segments = Vec::new();
+        let (mut first, mut stops) = (Run::default(), Vec::<Stop>::new());
         for stage in stages {
+            let run = stops.last_mut().map_or(&mut first, |stop| &mut stop.behind);
             match stage {
-                Stage::Ops(ops) => ops.iter().for_each(|op| ops::record(op, &mut recorder)),
+                Stage::Ops(ops) => {
+                    ops.iter().for_each(|op| ops::record(op, &mut recorder));
+                    run.dispatches.append(&mut recorder.dispatches);
+                }
                 Stage::Route(point) => {
-                    segments.push(Segment::Dispatches(std::mem::take(&mut recorder.dispatches)));
-                    let point = RoutePoint::record(&point.mlp, desk, &mut recorder)?;
-                    segments.push(Segment::Route(Box::new(point)));
+                    let (point, question) = RoutePoint::record(&point.mlp, desk, &mut recorder)?;
+                    run.copies.extend(question);
+                    stops.push(Stop { point, behind: Run::default() });
                 }
             }
         }
-        segments.push(Segment::Dispatches(recorder.dispatches));
-        let output = |view: &View| {
-            let words = vec![0; view.bytes() / 4];
-            Output { source: buffer(view.buffer()).clone(), at: view.range().start, words }
-        };
-        let outputs: Vec<Output> = outputs.iter().map(output).collect();
-        let words: usize = outputs.iter().map(|output| output.words.len()).sum();
+        let bytes: usize = outputs.iter().map(View::bytes).sum();
         let mapped = backend.gpu().device.create_buffer(&BufferDescriptor {
             label: None,
-            size: 4 * words.max(1) as u64,
+            size: bytes.max(4) as u64,
             usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
             mapped_at_creation: false,
         });
-        Ok(WgpuProgram { backend: backend.clone(), segments, outputs, mapped })
+        let last = stops.last_mut().map_or(&mut first, |stop| &mut stop.behind);
+        let mut at = 0;
+        for view in outputs {
+            let (src, dst) = (buffer(view.buffer()).clone(), mapped.clone());
+            last.copies.push(Copy { src, start: view.range().start, dst, at, bytes: view.bytes() });
+            at += view.bytes();
+        }
+        let outputs = outputs.iter().map(|view| vec![0; view.bytes() / 4]).collect();
+        Ok(WgpuProgram { backend: backend.clone(), first, stops, outputs, mapped })
     }
 
-    /// Copies the outputs out behind everything queued, and waits for it.
-    fn finish(outputs: &mut [Output], mapped: &wgpu::Buffer, mut commands: Commands<'_>) -> Result<()> {
-        let mut end = 0;
-        for output in outputs.iter() {
-            let bytes = 4 * output.words.len();
-            commands.copy(&output.source, output.at, mapped, end, bytes);
-            end += bytes;
-        }
+    /// Waits for everything queued, and takes the outputs.
+    fn finish(outputs: &mut [Vec<u32>], mapped: &wgpu::Buffer, mut commands: Commands<'_>) -> Result<()> {
         let seq = commands.submit();
-        if end == 0 {
+        let bytes: usize = outputs.iter().map(|words| 4 * words.len()).sum();
+        if bytes == 0 {
             return commands.lanes.wait(seq);
         }
-        commands.lanes.mapped(mapped, end as u64, seq, |bytes| {
+        commands.lanes.mapped(mapped, bytes as u64, seq, |bytes| {
             let mut rest = bytes;
-            for output in outputs {
-                let (words, behind) = rest.split_at(4 * output.words.len());
-                bytemuck::cast_slice_mut(&mut output.words).copy_from_slice(words);
+            for words in outputs {
+                let (own, behind) = rest.split_at(4 * words.len());
+                bytemuck::cast_slice_mut(words).copy_from_slice(own);
                 rest = behind;
             }
         })
@@ -91,34 +89,28 @@ impl WgpuProgram {
 
 impl Program for WgpuProgram {
     fn replay(&mut self, server: &mut dyn RouteServer) -> Result<()> {
-        let WgpuProgram { backend, segments, outputs, mapped } = self;
+        let WgpuProgram { backend, first, stops, outputs, mapped } = self;
         let State { lanes, staging, desk, .. } = &mut *backend.lock();
         lanes.check()?;
         let mut commands = Commands::new(lanes, backend.gpu());
-        for segment in segments {
-            match segment {
-                Segment::Dispatches(dispatches) => commands.dispatch(dispatches),
-                Segment::Route(point) => point.replay(&mut commands, staging, desk, server)?,
-            }
+        commands.run(first);
+        for Stop { point, behind } in stops {
+            point.replay(behind, &mut commands, staging, desk, server)?;
         }
         Self::finish(outputs, mapped, commands)
     }
 
     fn submit(&mut self) -> Result<()> {
+        assert!(self.stops.is_empty(), "a program with a route point is replayed");
         let State { lanes, .. } = &mut *self.backend.lock();
         lanes.check()?;
         let mut commands = Commands::new(lanes, self.backend.gpu());
-        for segment in &self.segments {
-            match segment {
-                Segment::Dispatches(dispatches) => commands.dispatch(dispatches),
-                Segment::Route(_) => unreachable!("a program with a route point is replayed"),
-            }
-        }
+        commands.dispatch(&self.first.dispatches);
         commands.submit();
         Ok(())
     }
 
     fn output(&self, i: usize) -> &[u32] {
-        &self.outputs[i].words
+        &self.outputs[i]
     }
 }

@@ -11,13 +11,14 @@ use std::{
 };
 
 use freetoken_backend::{Error, Result};
-use wgpu::{CommandEncoder, Device, MapMode, PollError, PollType, Queue, SubmissionIndex};
+use wgpu::{CommandBuffer, CommandEncoder, Device, MapMode, PollError, PollType, Queue, SubmissionIndex};
 
 /// Submissions whose indices are kept; an older event waits for the oldest of them.
 const KEPT: usize = 64;
 
-/// How long the host asks for bytes again and again before it sleeps: a thread that sleeps is woken late.
-const SPIN: Duration = Duration::from_micros(300);
+/// How long the host asks for bytes again and again before it sleeps: a thread that sleeps is woken late. A layer of a prompt takes
+/// milliseconds.
+const SPIN: Duration = Duration::from_millis(10);
 
 /// What the driver said outside of a call.
 #[derive(Default)]
@@ -34,6 +35,8 @@ pub(crate) struct Lanes {
     queue: Queue,
     trouble: Arc<Mutex<Trouble>>,
     submitted: VecDeque<(u64, SubmissionIndex)>,
+    /// Lists of commands that the next submission starts with.
+    pub(crate) ready: Vec<CommandBuffer>,
     seq: u64,
     patience: Duration,
     spin: Duration,
@@ -55,7 +58,16 @@ impl Lanes {
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
             lock(&seen).error.get_or_insert(error.to_string());
         }));
-        Lanes { device: device.clone(), queue, trouble, submitted: VecDeque::new(), seq: 0, patience, spin }
+        Lanes {
+            device: device.clone(),
+            queue,
+            trouble,
+            submitted: VecDeque::new(),
+            ready: Vec::new(),
+            seq: 0,
+            patience,
+            spin,
+        }
     }
 
     /// The error that the driver reported since the last call, if any.
@@ -77,7 +89,8 @@ impl Lanes {
 
     /// Queues a list of commands behind everything before it.
     pub(crate) fn submit(&mut self, encoder: Option<CommandEncoder>) -> u64 {
-        let index = self.queue.submit(encoder.map(CommandEncoder::finish));
+        let last = encoder.map(CommandEncoder::finish);
+        let index = self.queue.submit(self.ready.drain(..).chain(last));
         self.seq += 1;
         if self.submitted.len() == KEPT {
             self.submitted.pop_front();

@@ -1,18 +1,19 @@
 //! A route point on one queue: the ids go out and the hits follow at once behind them; the host waits for the ids alone and
 //! answers; then one submission brings table changes and fetches and computes the experts that arrived and those read in place;
-//! the host's own rows come last.
+//! the host's own rows come last. While the host waits it encodes everything up to the next question.
 //!
 //! A bank that the device cannot read passes through guest slots that no table of the pool knows.
 
 use std::sync::Arc;
 
 use freetoken_backend::{
-    Error, ExpertMlp, ExpertPool, Experts, HostMemory, OpSpec, Result, RouteAsk, RouteReply, RouteServer,
+    Error, ExpertMlp, ExpertPool, Experts, HostMemory, LinkSample, NOWHERE, OpSpec, Result, RouteAsk,
+    RouteReply, RouteServer,
 };
 use wgpu::{BufferDescriptor, BufferUsages};
 
 use crate::{
-    commands::Commands,
+    commands::{Commands, Copy, Run},
     device::Gpu,
     dispatch::{Call, Dispatch, Recorder},
     host::WgpuHostMemory,
@@ -21,6 +22,7 @@ use crate::{
     ops::expert_mlp,
     places::{Bank, NEVER, Places},
     staging::Staging,
+    timing::{self, Stamps},
 };
 
 /// Bytes of guest slots, unless one record takes more.
@@ -36,11 +38,18 @@ pub(crate) struct Desk {
     letter: Option<WgpuHostMemory>,
     /// f32 `[n_rows, top_k, hidden]`: what the host computes.
     rows: Option<WgpuHostMemory>,
+    /// Around the last fetch, where the device can write them.
+    stamps: Option<Stamps>,
+    /// Bytes of that fetch, if no question has told of it.
+    fetched_bytes: Option<u64>,
 }
 
 impl Desk {
     /// Makes room for a letter and for rows.
     fn reserve(&mut self, letter_bytes: usize, rows_bytes: usize, gpu: &Gpu) -> Result<()> {
+        if self.stamps.is_none() {
+            self.stamps = Stamps::between_copies(gpu);
+        }
         for (memory, bytes) in [(&mut self.letter, letter_bytes), (&mut self.rows, rows_bytes)] {
             if memory.as_ref().is_none_or(|memory| memory.bytes().len() < bytes) {
                 *memory = Some(gpu.host.alloc(gpu, bytes)?);
@@ -124,8 +133,10 @@ pub(crate) struct RoutePoint {
     named: Vec<Dispatch>,
     /// Where the device cannot read the layer's bank.
     guests: Option<Guests>,
-    /// Ids, weights and rows on their way to the host.
+    /// Ids, weights, rows and the layer's row of the slot table on their way to the host; then the stamps around the last fetch.
     asked: wgpu::Buffer,
+    /// The layer's row of the slot table, then as the reply settles it.
+    places: Vec<i32>,
     ids: Vec<i32>,
     weights: Vec<f32>,
     rows: Vec<f32>,
@@ -133,7 +144,12 @@ pub(crate) struct RoutePoint {
 }
 
 impl RoutePoint {
-    pub(crate) fn record(mlp: &ExpertMlp, desk: &mut Desk, recorder: &mut Recorder<'_>) -> Result<Self> {
+    /// Also gives the copies that ask the host.
+    pub(crate) fn record(
+        mlp: &ExpertMlp,
+        desk: &mut Desk,
+        recorder: &mut Recorder<'_>,
+    ) -> Result<(Self, Vec<Copy>)> {
         let Experts::Pool { pool, layer } = &mlp.experts else { unreachable!("refused by `supports`") };
         let (n, top_k, hidden) = (mlp.p.n_rows as usize, mlp.p.top_k as usize, mlp.p.hidden as usize);
         let n_experts = pool.n_experts;
@@ -167,13 +183,26 @@ impl RoutePoint {
         };
         expert_mlp::record_at(mlp, pool, &places, recorder);
         let named = std::mem::take(&mut recorder.dispatches);
+        let row = pool.entry(*layer, 0) * 4;
+        let row = pool.table.slice(row..row + 4 * n_experts);
+        let parts =
+            [(&mlp.ids, n * top_k), (&mlp.weights, n * top_k), (&mlp.x, n * hidden), (&row, n_experts)];
+        let parts = parts.map(|(view, words)| (buffer(view.buffer()), view.range().start, 4 * words));
+        let stamps = desk.stamps.as_ref().map(|stamps| (&stamps.ticks, 0, Stamps::BYTES));
+        let parts = || parts.into_iter().chain(stamps);
         let asked = recorder.gpu.device.create_buffer(&BufferDescriptor {
             label: None,
-            size: 4 * (2 * n * top_k + n * hidden) as u64,
+            size: parts().map(|(.., bytes)| bytes as u64).sum(),
             usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
             mapped_at_creation: false,
         });
-        Ok(RoutePoint {
+        let mut at = 0;
+        let mut question = Vec::new();
+        for (src, start, bytes) in parts() {
+            question.push(Copy { src: src.clone(), start, dst: asked.clone(), at, bytes });
+            at += bytes;
+        }
+        let point = RoutePoint {
             guests: needs_guests.then(|| Guests::record(mlp, pool, recorder)),
             mlp: mlp.clone(),
             pool: pool.clone(),
@@ -183,68 +212,75 @@ impl RoutePoint {
             changes,
             named,
             asked,
+            places: vec![NOWHERE; n_experts],
             ids: vec![0; n * top_k],
             weights: vec![0.0; n * top_k],
             rows: vec![0.0; n * hidden],
             reply: RouteReply::with_capacity(n_experts),
-        })
+        };
+        Ok((point, question))
     }
 
-    /// Asks the host and does what it answers.
+    /// Asks the host, with everything before it, and does what it answers; then adds what comes behind.
     pub(crate) fn replay(
         &mut self,
+        behind: &Run,
         commands: &mut Commands<'_>,
         staging: &mut Staging,
         desk: &mut Desk,
         server: &mut dyn RouteServer,
     ) -> Result<()> {
-        let seq = self.send_question(commands);
+        let seq = commands.submit();
         commands.dispatch(&self.hits);
         commands.submit();
-        self.read_question(commands, seq)?;
+        let encoded = commands.ahead(behind);
+        let link = self.read_question(commands, seq, desk)?;
         let mut reply = std::mem::take(&mut self.reply);
         reply.clear();
         let done = server
-            .answer(&self.ask(), &mut reply)
+            .answer(&self.ask(link), &mut reply)
             .and_then(|()| self.follow(&reply, commands, staging, desk))
             .and_then(|()| self.take_host_rows(&reply.host, commands, staging, desk, server));
         self.reply = reply;
+        if done.is_err() {
+            desk.fetched_bytes = None;
+        }
+        commands.add(behind, encoded);
         done
     }
 
-    fn ask(&self) -> RouteAsk<'_> {
+    fn ask(&self, link: Option<LinkSample>) -> RouteAsk<'_> {
         let RoutePoint { layer, mlp, ids, weights, rows, .. } = self;
         let (n_rows, top_k) = (mlp.p.n_rows as usize, mlp.p.top_k as usize);
-        RouteAsk { layer: *layer, n_rows, top_k, ids, weights, rows, link: None }
+        RouteAsk { layer: *layer, n_rows, top_k, ids, weights, rows, link }
     }
 
-    /// Sends what the host decides by, with everything before it.
-    fn send_question(&self, commands: &mut Commands<'_>) -> u64 {
-        let mut end = 0;
-        let parts = [
-            (&self.mlp.ids, self.ids.len()),
-            (&self.mlp.weights, self.weights.len()),
-            (&self.mlp.x, self.rows.len()),
-        ];
-        for (view, words) in parts {
-            commands.copy(buffer(view.buffer()), view.range().start, &self.asked, end, 4 * words);
-            end += 4 * words;
-        }
-        commands.submit()
-    }
-
-    fn read_question(&mut self, commands: &Commands<'_>, seq: u64) -> Result<()> {
-        let RoutePoint { ids, weights, rows, asked, .. } = self;
+    /// Waits for the question; gives what the device measured of the last fetch.
+    fn read_question(
+        &mut self,
+        commands: &Commands<'_>,
+        seq: u64,
+        desk: &mut Desk,
+    ) -> Result<Option<LinkSample>> {
+        let mut ticks = [0; 2];
+        let RoutePoint { ids, weights, rows, places, asked, .. } = self;
         commands.lanes.mapped(asked, asked.size(), seq, |bytes| {
             let (id_bytes, rest) = bytes.split_at(4 * ids.len());
-            let (weight_bytes, row_bytes) = rest.split_at(4 * weights.len());
+            let (weight_bytes, rest) = rest.split_at(4 * weights.len());
+            let (row_bytes, rest) = rest.split_at(4 * rows.len());
+            let (place_bytes, stamps) = rest.split_at(4 * places.len());
             bytemuck::cast_slice_mut(ids).copy_from_slice(id_bytes);
             bytemuck::cast_slice_mut(weights).copy_from_slice(weight_bytes);
             bytemuck::cast_slice_mut(rows).copy_from_slice(row_bytes);
-        })
+            bytemuck::cast_slice_mut(places).copy_from_slice(place_bytes);
+            bytemuck::cast_slice_mut(&mut ticks)[..stamps.len()].copy_from_slice(stamps);
+        })?;
+        let seconds = timing::seconds(ticks, commands.lanes);
+        let bytes = desk.fetched_bytes.take().filter(|_| seconds > 0.0);
+        Ok(bytes.map(|bytes| LinkSample { bytes, seconds }))
     }
 
-    /// Sends what the reply says, and the experts' work.
+    /// Adds what the reply says, and the experts' work; the device begins at once where the host computes too.
     fn follow(
         &mut self,
         reply: &RouteReply,
@@ -266,11 +302,21 @@ impl RoutePoint {
         }
         let bytes = pool.record.bytes;
         let bank = pool.banks.get(*layer as usize).and_then(|bank| bank.downcast::<WgpuHostMemory>());
+        let is_timed = bank.is_some_and(|bank| bank.buffer().is_some()) && !reply.fetch.is_empty();
+        let stamps = desk.stamps.as_ref().filter(|_| is_timed);
         let bank = || bank.expect("a bank of this backend: `check` saw that there is one");
+        if let Some(stamps) = stamps {
+            stamps.write(0, commands.encoder());
+        }
         for &(expert, slot) in &reply.fetch {
             let slot = pool.slot(slot as usize);
             let (to, at) = (buffer(slot.buffer()), slot.range().start);
             commands.bring(staging, bank(), expert as usize * bytes, to, at, bytes)?;
+        }
+        if let Some(stamps) = stamps {
+            stamps.write(1, commands.encoder());
+            stamps.resolve(commands.encoder());
+            desk.fetched_bytes = Some((reply.fetch.len() * bytes) as u64);
         }
         if names_any {
             commands.dispatch(&self.named);
@@ -278,7 +324,9 @@ impl RoutePoint {
         if let Some(guests) = guests.as_mut().filter(|_| !reply.read_in_place.is_empty()) {
             guests.run(&reply.read_in_place, pool, bank(), commands, staging)?;
         }
-        commands.submit();
+        if !reply.host.is_empty() {
+            commands.submit();
+        }
         Ok(())
     }
 
@@ -297,7 +345,7 @@ impl RoutePoint {
         let rows = desk.rows.as_mut().expect("reserved when the point was recorded");
         let row_bytes = 4 * self.mlp.p.hidden as usize;
         let taken = &mut rows.bytes_mut()[..self.ids.len() * row_bytes];
-        server.compute(&self.ask(), host, bytemuck::cast_slice_mut(taken))?;
+        server.compute(&self.ask(None), host, bytemuck::cast_slice_mut(taken))?;
         let (parts, start) = (buffer(self.mlp.parts.buffer()), self.mlp.parts.range().start);
         let is_host = |id: &i32| *id >= 0 && host.contains(&(*id as u32));
         let mut route = 0;
@@ -313,24 +361,10 @@ impl RoutePoint {
     }
 
     /// Refuses what names an expert, a slot or an entry that there is not.
-    fn check(&self, reply: &RouteReply) -> Result<()> {
-        let (pool, n_experts) = (&self.pool, self.pool.n_experts as u32);
-        let mut banked = reply.fetch.iter().map(|(expert, _)| expert).chain(&reply.read_in_place);
-        let entries = (pool.n_layers * pool.n_experts) as u32;
-        if banked.any(|&expert| expert >= n_experts) || reply.host.iter().any(|&expert| expert >= n_experts) {
-            return Err(self.failed("the reply names an expert that the layer does not have"));
-        }
-        if reply.fetch.iter().any(|&(_, slot)| slot as usize >= pool.n_slots())
-            || reply
-                .table
-                .iter()
-                .any(|change| change.entry >= entries || change.slot >= pool.n_slots() as i32)
-        {
-            return Err(self.failed("the reply names a slot that the pool does not have"));
-        }
-        if reply.table.len() > most_changes(pool.n_experts) {
-            return Err(self.failed("the reply changes more entries than a layer has experts to come and go"));
-        }
+    fn check(&mut self, reply: &RouteReply) -> Result<()> {
+        let RoutePoint { pool, layer, ids, places, .. } = self;
+        let settled = reply.settle(&pool.row(*layer), ids, places);
+        settled.map_err(|why| Error::StepFailed { layer: *layer, why })?;
         if pool.banks.is_empty() && !(reply.fetch.is_empty() && reply.read_in_place.is_empty()) {
             return Err(self.failed("the reply wants records, and the pool has no host banks"));
         }

@@ -1,11 +1,12 @@
-//! The time of single ops, for benches: a time stamp before and behind each where the device can write one, else the host's clock.
+//! The time of single ops, for benches: a time stamp before and behind each where the device can write one, else the host's clock;
+//! and the time of copies within a program.
 
 use std::time::Instant;
 
 use freetoken_backend::{Result, View};
 use wgpu::{
-    BufferDescriptor, BufferUsages, ComputePassDescriptor, ComputePassTimestampWrites, Features,
-    QuerySetDescriptor, QueryType,
+    BufferDescriptor, BufferUsages, CommandEncoder, ComputePassDescriptor, ComputePassTimestampWrites,
+    Features, QuerySet, QuerySetDescriptor, QueryType,
 };
 
 use crate::{
@@ -16,6 +17,9 @@ use crate::{
     queue::Lanes,
 };
 
+/// What time stamps take: around a pass, and between copies.
+pub(crate) const STAMPS: Features =
+    Features::TIMESTAMP_QUERY.union(Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
 /// Bytes of a time stamp.
 const STAMP_BYTES: u64 = 8;
 /// Bytes that a workgroup of the read kernel reads.
@@ -28,34 +32,76 @@ pub(crate) fn time(lanes: &mut Lanes, gpu: &Gpu, timed: &[Vec<Dispatch>]) -> Res
     timed.iter().map(|dispatches| one(lanes, gpu, dispatches)).collect()
 }
 
+/// Two time stamps.
+pub(crate) struct Stamps {
+    set: QuerySet,
+    /// u64: both, in ticks, once they are [`Stamps::resolve`]d.
+    pub(crate) ticks: wgpu::Buffer,
+}
+
+impl Stamps {
+    /// Bytes of both.
+    pub(crate) const BYTES: usize = 2 * STAMP_BYTES as usize;
+
+    /// Stamps that are written between copies; `None` where the device cannot do that.
+    pub(crate) fn between_copies(gpu: &Gpu) -> Option<Self> {
+        gpu.device.features().contains(STAMPS).then(|| Stamps::new(gpu))
+    }
+
+    fn new(gpu: &Gpu) -> Self {
+        let query = QuerySetDescriptor { label: None, ty: QueryType::Timestamp, count: 2 };
+        let ticks = BufferDescriptor {
+            label: None,
+            size: 2 * STAMP_BYTES,
+            usage: BufferUsages::QUERY_RESOLVE | BufferUsages::COPY_SRC,
+            mapped_at_creation: false,
+        };
+        Stamps { set: gpu.device.create_query_set(&query), ticks: gpu.device.create_buffer(&ticks) }
+    }
+
+    /// Writes one of them behind everything before it.
+    pub(crate) fn write(&self, i: u32, encoder: &mut CommandEncoder) {
+        encoder.write_timestamp(&self.set, i);
+    }
+
+    /// Puts both where they can be copied from.
+    pub(crate) fn resolve(&self, encoder: &mut CommandEncoder) {
+        encoder.resolve_query_set(&self.set, 0..2, &self.ticks, 0);
+    }
+}
+
+/// Seconds from one stamp to the next.
+pub(crate) fn seconds(ticks: [u64; 2], lanes: &Lanes) -> f64 {
+    ticks[1].saturating_sub(ticks[0]) as f64 * f64::from(lanes.nanoseconds_a_tick()) * 1e-9
+}
+
 fn by_stamps(lanes: &mut Lanes, gpu: &Gpu, dispatches: &[Dispatch]) -> Result<f64> {
-    let set =
-        gpu.device.create_query_set(&QuerySetDescriptor { label: None, ty: QueryType::Timestamp, count: 2 });
-    let stamps = |usage| {
-        let size = 2 * STAMP_BYTES;
-        gpu.device.create_buffer(&BufferDescriptor { label: None, size, usage, mapped_at_creation: false })
-    };
-    let resolved = stamps(BufferUsages::QUERY_RESOLVE | BufferUsages::COPY_SRC);
-    let mapped = stamps(BufferUsages::MAP_READ | BufferUsages::COPY_DST);
+    let stamps = Stamps::new(gpu);
+    let mapped = gpu.device.create_buffer(&BufferDescriptor {
+        label: None,
+        size: 2 * STAMP_BYTES,
+        usage: BufferUsages::MAP_READ | BufferUsages::COPY_DST,
+        mapped_at_creation: false,
+    });
     let mut encoder = lanes.encoder();
     let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor {
         label: None,
         timestamp_writes: Some(ComputePassTimestampWrites {
-            query_set: &set,
+            query_set: &stamps.set,
             beginning_of_pass_write_index: Some(0),
             end_of_pass_write_index: Some(1),
         }),
     });
     dispatches.iter().for_each(|dispatch| dispatch.encode(&mut pass));
     drop(pass);
-    encoder.resolve_query_set(&set, 0..2, &resolved, 0);
-    encoder.copy_buffer_to_buffer(&resolved, 0, &mapped, 0, Some(2 * STAMP_BYTES));
+    stamps.resolve(&mut encoder);
+    encoder.copy_buffer_to_buffer(&stamps.ticks, 0, &mapped, 0, Some(2 * STAMP_BYTES));
     let seq = lanes.submit(Some(encoder));
     let mut ticks = [0_u64; 2];
     lanes.mapped(&mapped, 2 * STAMP_BYTES, seq, |bytes| {
         bytemuck::cast_slice_mut(&mut ticks).copy_from_slice(bytes);
     })?;
-    Ok(ticks[1].saturating_sub(ticks[0]) as f64 * f64::from(lanes.nanoseconds_a_tick()) * 1e-9)
+    Ok(seconds(ticks, lanes))
 }
 
 fn by_clock(lanes: &mut Lanes, _gpu: &Gpu, dispatches: &[Dispatch]) -> Result<f64> {

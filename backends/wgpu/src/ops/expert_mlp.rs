@@ -13,7 +13,7 @@ use crate::{
     dispatch::{Call, Recorder, format_code},
     kernels::{EXPERT_MLP_FEW, EXPERT_MLP_GEMV, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
     memory::Slot,
-    places::{Bank, Places, max_window},
+    places::{Bank, Places},
 };
 
 /// Routes whose ids every workgroup can search for those of its expert.
@@ -29,6 +29,9 @@ const TILE: u32 = 64;
 pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
     pool_only(&op.experts)?;
     let Experts::Pool { pool, layer } = &op.experts else { return Ok(()) };
+    if pool.record.format.group().is_some() {
+        return Err(format!("its experts are {}; f32, bf16 and f16 run", pool.record.format));
+    }
     if op.p.in_place > 0 {
         Bank::of_pool(pool, *layer, gpu)?;
     }
@@ -164,8 +167,8 @@ impl Half {
             x: recorder.words(&op.x, (op.p.n_rows * op.p.hidden) as usize),
             in_features: op.p.hidden,
             out_features: op.p.intermediate,
-            weight_start: elements(pool, pool.record.gate().start),
-            up_start: elements(pool, pool.record.up().start),
+            weight_start: elements(pool, pool.record.gate().codes.start),
+            up_start: elements(pool, pool.record.up().codes.start),
         }
     }
 
@@ -176,7 +179,7 @@ impl Half {
             x: Slot::whole(inner),
             in_features: op.p.intermediate,
             out_features: op.p.hidden,
-            weight_start: elements(pool, pool.record.down.start),
+            weight_start: elements(pool, pool.record.down.codes.start),
             up_start: 0,
         }
     }
@@ -203,7 +206,7 @@ fn windows(
     let n_routes = op.p.n_rows * op.p.top_k;
     let weights = recorder.words(&op.weights, n_routes as usize);
     let all: Vec<&Slot> = places.chunks.iter().chain(&places.bank.windows).collect();
-    let window = all.len().next_power_of_two().min(max_window(recorder.gpu));
+    let window = all.len().next_power_of_two().min(recorder.gpu.max_window());
     let outputs = walk.outputs[half.down as usize];
     let own = [("FORMAT", format_code(pool.record.format)), ("DOWN", half.down as u32), ("OUTPUTS", outputs)];
     let constants = [&walk.constants[..], &own].concat();

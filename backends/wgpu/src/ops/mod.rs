@@ -51,6 +51,9 @@ pub(crate) fn supports(op: &Op, gpu: &Gpu) -> Result<(), String> {
         Op::Route(op) if op.p.n_experts as usize > route::MAX_EXPERTS => {
             Err(format!("{} experts; it routes among {} at most", op.p.n_experts, route::MAX_EXPERTS))
         }
+        Op::MatMul(op) if op.weight.format().group().is_some() => {
+            Err(format!("its weight is {}; f32, bf16 and f16 run", op.weight.format()))
+        }
         Op::ExpertMlp(op) => expert_mlp::supports(op, gpu),
         _ => Ok(()),
     }
