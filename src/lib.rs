@@ -13,3 +13,4 @@ pub mod loading;
 pub mod model_files;
 pub mod models;
 pub mod moe;
+pub mod philox;

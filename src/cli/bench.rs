@@ -72,22 +72,22 @@ pub(super) struct BenchArgs {
     #[arg(long)]
     ops: bool,
     /// Measure the experts of a layer alone instead, on experts that are made up (2048x768, top 8, unless a model is given).
-    #[arg(long, conflicts_with = "ops")]
+    #[arg(long, conflicts_with_all = ["ops", "vram", "expert_cache"])]
     expert_mlp: bool,
     /// With --expert-mlp: how the experts are stored.
     #[arg(long, value_name = "bf16|fp8|nvfp4|mxfp4", default_value = "bf16", value_parser = format, requires = "expert_mlp")]
     format: Format,
     /// Measure route points alone instead: layers whose experts are all in slots, or fetched, read in place, or left to a
     /// host that answers zeros. Its experts are made up (2048x768, top 8).
-    #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "what"])]
+    #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "what", "vram", "expert_cache"])]
     route_points: bool,
     /// Measure experts behind a cache instead: every way of treating misses, beside the bound.
-    #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "route_points"])]
+    #[arg(long, conflicts_with_all = ["ops", "expert_mlp", "route_points", "expert_cache"])]
     elastic: bool,
     /// Measure nothing and replay routes instead: hit rates of each policy beside the bound, and steps a second of each way of
     /// treating misses in virtual time. Routes from a file of `freetoken trace`, or drawn: uniform, zipf:S, or drift:S, where
     /// what is popular changes.
-    #[arg(long, value_name = "FILE|LAW", conflicts_with_all = ["ops", "expert_mlp", "route_points", "elastic", "what"])]
+    #[arg(long, value_name = "FILE|LAW", conflicts_with_all = ["ops", "expert_mlp", "route_points", "elastic", "what", "vram", "expert_cache"])]
     cache_trace: Option<TraceSource>,
     /// With --elastic or --cache-trace: shares of the experts that have a slot, in per cent
     /// [default: 50,25, and for a trace 5,10,15,25,35,50,75,90].

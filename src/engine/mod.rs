@@ -8,7 +8,6 @@ mod error;
 mod input;
 mod kv;
 mod layered;
-pub mod philox;
 mod programs;
 pub mod sampling;
 mod sequence;

@@ -14,7 +14,7 @@ use std::cmp::Ordering;
 
 pub use penalties::TokenCounts;
 
-use super::philox;
+use crate::philox;
 
 /// Below this temperature the best token is taken: the other tokens' chances are nil, and `logit /
 /// temperature` must stay finite in f32.

@@ -50,16 +50,7 @@ impl ExpertBanks {
         let (n_layers, n_experts) = (self.banks.len(), self.n_experts);
         let table = backend.alloc(n_layers * n_experts * 4)?.whole();
         backend.write(&table, bytemuck::cast_slice(&vec![-1_i32; n_layers * n_experts]))?;
-        let (chunks, slots_per_chunk) = (Vec::new(), 1);
-        let pool = Arc::new(ExpertPool {
-            record,
-            n_layers,
-            n_experts,
-            chunks,
-            slots_per_chunk,
-            table,
-            banks: self.banks,
-        });
+        let pool = Arc::new(ExpertPool::without_slots(record, n_experts, table, self.banks));
         Ok((0..n_layers as u32).map(|layer| Experts::Pool { pool: pool.clone(), layer }).collect())
     }
 

@@ -187,15 +187,7 @@ impl Probe<'_> {
         let mut slots = vec![-1_i32; self.pool.n_layers * self.pool.n_experts];
         (1..top_k).for_each(|i| slots[i] = (self.first_slot + i) as i32);
         self.backend.write(&table, bytemuck::cast_slice(&slots))?;
-        let pool = ExpertPool {
-            record: record.clone(),
-            n_layers: self.pool.n_layers,
-            n_experts: self.pool.n_experts,
-            chunks: self.pool.chunks.clone(),
-            slots_per_chunk: self.pool.slots_per_chunk,
-            table,
-            banks: self.pool.banks.clone(),
-        };
+        let pool = self.pool.behind(table, self.pool.banks.clone());
         let mlp = ExpertMlp {
             parts: words(top_k * record.hidden)?,
             x: words(record.hidden)?,

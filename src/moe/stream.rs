@@ -103,15 +103,7 @@ impl ExpertStream {
     ) -> Result<Self> {
         assert!(n_ring > 0 && first_slot + n_ring <= pool.n_slots(), "the ring lies behind the cache");
         let n_experts = pool.n_experts;
-        let wave = ExpertPool {
-            record: pool.record.clone(),
-            n_layers: 1,
-            n_experts,
-            chunks: pool.chunks.clone(),
-            slots_per_chunk: pool.slots_per_chunk,
-            table: backend.alloc(n_experts * 4)?.whole(),
-            banks: Vec::new(),
-        };
+        let wave = pool.behind(backend.alloc(n_experts * 4)?.whole(), Vec::new());
         Ok(ExpertStream {
             backend,
             banks: banks.layers().to_vec(),

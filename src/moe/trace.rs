@@ -11,8 +11,8 @@ use std::{
 };
 
 use crate::{
-    engine::philox,
     formats::{FormatError, mapped::MappedFile},
+    philox,
 };
 
 const MAGIC: &[u8; 8] = b"FTROUTES";

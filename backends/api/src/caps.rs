@@ -45,6 +45,4 @@ pub struct Caps {
     pub unified_memory: bool,
     /// The device can read a [`crate::HostBuffer`] in place.
     pub reads_host: bool,
-    /// Copies and compute overlap without help from a kernel.
-    pub copy_lane: bool,
 }

@@ -82,6 +82,30 @@ pub struct ExpertPool {
 }
 
 impl ExpertPool {
+    /// A pool without slots: every expert lies in its bank alone. `table` holds a -1 for each.
+    pub fn without_slots(
+        record: ExpertRecord,
+        n_experts: usize,
+        table: View,
+        banks: Vec<Arc<HostBuffer>>,
+    ) -> Self {
+        let (n_layers, chunks) = (banks.len(), Vec::new());
+        ExpertPool { record, n_layers, n_experts, chunks, slots_per_chunk: 1, table, banks }
+    }
+
+    /// The same slots behind another table, of the layers of `banks`, or of one layer without a bank.
+    pub fn behind(&self, table: View, banks: Vec<Arc<HostBuffer>>) -> Self {
+        ExpertPool {
+            record: self.record.clone(),
+            n_layers: banks.len().max(1),
+            n_experts: self.n_experts,
+            chunks: self.chunks.clone(),
+            slots_per_chunk: self.slots_per_chunk,
+            table,
+            banks,
+        }
+    }
+
     /// Numbers of slots: no slot has this number or one above. A last chunk that is shorter holds fewer.
     pub fn n_slots(&self) -> usize {
         self.chunks.len() * self.slots_per_chunk

@@ -94,7 +94,6 @@ impl Cpu {
             host_memory: true,
             unified_memory: true,
             reads_host: true,
-            copy_lane: false,
         };
         Cpu(Arc::new(Inner { caps, fast, scratch: Mutex::default() }))
     }

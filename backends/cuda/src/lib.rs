@@ -170,7 +170,6 @@ fn caps(card: &Card, facts: &CardFacts, device: &Device, options: CudaOptions) -
         host_memory: false,
         unified_memory: device.driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)? == 1,
         reads_host: device.driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY)? == 1,
-        copy_lane: device.driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT)? > 0,
     })
 }
 

@@ -85,15 +85,7 @@ impl Point {
 
     /// The experts to which `table`, i32 `[n_experts]`, gives a slot, or a place in the bank behind the slots.
     fn answered(&self, table: View) -> ExpertMlp {
-        let pool = ExpertPool {
-            record: self.pool.record.clone(),
-            n_layers: 1,
-            n_experts: self.pool.n_experts,
-            chunks: self.pool.chunks.clone(),
-            slots_per_chunk: self.pool.slots_per_chunk,
-            table,
-            banks: vec![self.bank.clone()],
-        };
+        let pool = self.pool.behind(table, vec![self.bank.clone()]);
         ExpertMlp { experts: Experts::Pool { pool: Arc::new(pool), layer: 0 }, ..self.mlp.clone() }
     }
 

@@ -207,7 +207,6 @@ impl Wgpu {
             host_memory: false,
             unified_memory: matches!(facts.kind, "integrated" | "software"),
             reads_host: gpu.host != HostPath::Copied,
-            copy_lane: false,
         };
         Ok(Wgpu(Arc::new(Inner { caps, facts, gpu, state: Mutex::new(state), allocated: Arc::default() })))
     }

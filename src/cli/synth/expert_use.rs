@@ -2,7 +2,10 @@
 
 use anyhow::Result;
 
-use crate::engine::{Engine, Sequence, philox, sampling::SamplingParams};
+use crate::{
+    engine::{Engine, Sequence, sampling::SamplingParams},
+    philox,
+};
 
 /// Tokens whose routes are looked at.
 pub(in crate::cli) const N_TOKENS: usize = 256;
