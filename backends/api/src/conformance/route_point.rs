@@ -49,6 +49,7 @@ pub(super) fn cases() -> Vec<RouteCase> {
             (Format::Bf16, 1, 2),
             (Format::Bf16, 6, 10),
             (Format::F32, 3, 10),
+            (Format::Bf16, 40, 10),
             (Format::Fp8, 3, 10),
             (Format::Nvfp4, 1, 2),
             (Format::Nvfp4, 6, 10),
