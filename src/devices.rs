@@ -89,7 +89,7 @@ pub fn open(
     say: &mut dyn FnMut(&str),
 ) -> Result<Arc<dyn Backend>, OpenError> {
     match choice {
-        BackendChoice::Cpu => Ok(Arc::new(Cpu::new(CpuOptions { threads, precision })?)),
+        BackendChoice::Cpu => Ok(host(precision, threads)?),
         #[cfg(feature = "cuda")]
         BackendChoice::Cuda(card, submission) => {
             Ok(Arc::new(Cuda::open(card, CudaOptions { precision, submission: *submission })?))
@@ -120,7 +120,7 @@ pub fn open(
     }
 }
 
-/// The CPU as the host beside another device.
+/// The CPU: a device, or the host beside another one.
 ///
 /// # Errors
 /// The system's refusal to start threads.

@@ -64,7 +64,7 @@ pub(super) fn run(args: EvalArgs) -> Result<()> {
     }
 }
 
-fn read_text(path: &Path) -> Result<String> {
+pub(super) fn read_text(path: &Path) -> Result<String> {
     let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     String::from_utf8(bytes).with_context(|| format!("{} is not UTF-8 text: convert it", path.display()))
 }

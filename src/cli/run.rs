@@ -11,8 +11,8 @@ use std::io::{self, IsTerminal, Read};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 
+pub(super) use self::conversation::Conversation;
 use self::{
-    conversation::Conversation,
     generate::{Generator, Reply},
     sampling::SamplingArgs,
 };

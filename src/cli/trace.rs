@@ -3,20 +3,20 @@
 use std::{
     fs::{self, File},
     io::{BufWriter, Write},
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use anyhow::{Context, Result, ensure};
 use clap::{ArgGroup, Args};
 use indicatif::BinaryBytes;
-use serde_json::{Map, json};
 
 use super::{
+    eval::read_text,
     model::ModelArgs,
+    run::Conversation,
     terminal::{Progress, print_line},
 };
 use crate::{
-    chat::template::Prompt,
     devices,
     engine::{Engine, Sequence, sampling::SamplingParams},
     model_files::ModelFiles,
@@ -91,23 +91,15 @@ pub(super) fn run(args: TraceArgs) -> Result<()> {
 impl TraceArgs {
     /// The tokens of the text, or those in front of the answer.
     fn tokens(&self, files: &ModelFiles) -> Result<Vec<u32>> {
-        let tokenizer = files.tokenizer()?;
-        let text = match (&self.text, &self.prompt) {
-            (Some(path), _) => &read_text(path)?,
-            (None, Some(prompt)) => prompt,
+        match (&self.text, &self.prompt) {
+            (Some(path), _) => Ok(files.tokenizer()?.encode(&read_text(path)?, true)?),
+            (None, Some(prompt)) => {
+                let mut conversation = Conversation::new(files, None, self.raw)?;
+                conversation.ask(prompt);
+                conversation.tokens(0)
+            }
             (None, None) => unreachable!("the arguments require one of the two"),
-        };
-        let Some(template) = files.template().filter(|_| self.text.is_none() && !self.raw) else {
-            return Ok(tokenizer.encode(text, true)?);
-        };
-        let prompt = template.render(&Prompt {
-            messages: &[json!({ "role": "user", "content": text })],
-            tools: None,
-            add_generation_prompt: true,
-            kwargs: &Map::new(),
-            now: jiff::Zoned::now().datetime(),
-        })?;
-        Ok(tokenizer.encode(&prompt, false)?)
+        }
     }
 
     /// The prompt's tokens and those of the greedy answer, without the one that ends it.
@@ -139,11 +131,6 @@ impl TraceArgs {
         engine.release(&mut sequence);
         Ok(sequence.tokens().to_vec())
     }
-}
-
-fn read_text(path: &Path) -> Result<String> {
-    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    String::from_utf8(bytes).with_context(|| format!("{} is not UTF-8 text: convert it", path.display()))
 }
 
 /// Routes tokens, in windows of a context, and writes a step a token. Gives the number of experts that any of them chose.

@@ -334,11 +334,6 @@ impl Batch {
         self.expert_ids.slice(start..start + bytes)
     }
 
-    /// The same batch for steps that read experts without a slot where they lie.
-    pub(super) fn reading_in_place(self) -> Batch {
-        Batch { reads_in_place: true, ..self }
-    }
-
     /// The same batch with one place for the ids of all layers.
     pub(super) fn with_shared_ids(self) -> Batch {
         let bytes = self.n_rows * self.top_k * 4;

@@ -70,9 +70,7 @@ impl Programs {
             Entry::Vacant(place) => place,
         };
         let mut batch = largest.bucket(bucket);
-        if kind == Kind::DecodeInPlace {
-            batch = batch.reading_in_place();
-        }
+        batch.reads_in_place |= kind == Kind::DecodeInPlace;
         let candidates = bucket * top_k(model) * 4;
         let mut outputs = Vec::new();
         if kind.draws() {

@@ -389,12 +389,7 @@ impl Engine {
         while left > 0 {
             let rows = left.min(self.batch.n_rows);
             let traced = self.trace_rows(sequence, rows, &mut trace);
-            if traced.is_err()
-                && let Some(elastic) = self.elastic.as_deref_mut()
-            {
-                elastic.forget()?;
-            }
-            traced?;
+            settle(traced, &mut self.elastic)?;
             self.advance(sequence, rows);
             left -= rows;
         }
@@ -408,22 +403,21 @@ impl Engine {
         n: usize,
         trace: &mut Trace,
     ) -> Result<(), EngineError> {
-        let bucket = match &self.elastic {
-            Some(_) => self.layered_input(sequence, n)?,
+        let batch = match &self.elastic {
+            Some(_) => {
+                let bucket = self.layered_input(sequence, n)?;
+                self.layered[&bucket].batch.clone()
+            }
             None => {
                 self.make_room(sequence, n)?;
                 let batch = self.batch.bucket(n.next_power_of_two());
                 self.input.put_rows(&batch, once(&*sequence), n);
                 self.backend.write(&batch.input, self.input.rows(&batch))?;
-                batch.n_rows
+                batch
             }
         };
-        let Engine { backend, model, batch, layered, elastic, .. } = self;
-        let mut layered = layered.get_mut(&bucket).zip(elastic.as_deref_mut());
-        let batch = match &layered {
-            Some((layered, _)) => layered.batch.clone(),
-            None => batch.bucket(bucket),
-        };
+        let Engine { backend, model, layered, elastic, .. } = self;
+        let mut layered = layered.get_mut(&batch.n_rows).zip(elastic.as_deref_mut());
         let (hidden, top_k) = (model.sizes().hidden, model.sizes().moe.map_or(0, |moe| moe.top_k));
         backend.run(&model.embed(&batch))?;
         let mut moe_layer = 0;
@@ -490,14 +484,14 @@ fn replay(
     settle(done, elastic)
 }
 
-fn settle(
-    done: freetoken_backend::Result<()>,
+fn settle<E: Into<EngineError>>(
+    done: Result<(), E>,
     elastic: &mut Option<Box<Elastic>>,
 ) -> Result<(), EngineError> {
     if let (Err(_), Some(elastic)) = (&done, elastic) {
         elastic.forget()?;
     }
-    Ok(done?)
+    done.map_err(Into::into)
 }
 
 /// The `i`-th of some lists, which are made in order.

@@ -51,7 +51,7 @@ impl ExpertBanks {
         let table = backend.alloc(n_layers * n_experts * 4)?.whole();
         backend.write(&table, bytemuck::cast_slice(&vec![-1_i32; n_layers * n_experts]))?;
         let pool = Arc::new(ExpertPool::without_slots(record, n_experts, table, self.banks));
-        Ok((0..n_layers as u32).map(|layer| Experts::Pool { pool: pool.clone(), layer }).collect())
+        Ok(Experts::of_layers(&pool))
     }
 
     /// Bytes of all of them.

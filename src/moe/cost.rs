@@ -266,7 +266,7 @@ fn average(ratio: &mut f64, predicted: f64, observed: f64) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -286,8 +286,9 @@ mod tests {
     };
 
     /// Experts of 2048 x 768 in BF16 on the machine of the first chapter of the design.
-    const Q30: ExpertCost = ExpertCost { record_bytes: 9_437_184, flops_per_row: 6.0 * 2048.0 * 768.0 };
-    const BOX: Rates = Rates {
+    pub(in crate::moe) const Q30: ExpertCost =
+        ExpertCost { record_bytes: 9_437_184, flops_per_row: 6.0 * 2048.0 * 768.0 };
+    pub(in crate::moe) const BOX: Rates = Rates {
         link_alone: 54e9,
         link_shared: 49.1e9,
         host_alone: 101e9,

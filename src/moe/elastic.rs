@@ -85,18 +85,15 @@ pub struct Elastic {
     backend: Arc<dyn Backend>,
     banks: ExpertBanks,
     pool: Arc<ExpertPool>,
-    /// Slots that hold experts from step to step; those of the ring lie behind them.
-    n_slots: usize,
+    /// Slots behind those of the cache.
     n_ring: usize,
     /// Routes of the largest step.
     n_routes: usize,
     /// Routes of a row.
     top_k: usize,
-    can_read_in_place: bool,
     planner: Planner,
     host: Option<HostExperts>,
     stream: ExpertStream,
-    rates: Rates,
     behind: Behind,
     reply: RouteReply,
     /// What the last reply should take.
@@ -126,7 +123,6 @@ impl Elastic {
             None => None,
         };
         let n_routes = max_rows * top_k;
-        let can_read_in_place = options.in_place && backend.caps().reads_host;
         let pool = Arc::new(make_pool(&*backend, &banks, n_slots + n_ring, None)?);
         let stream = ExpertStream::new(backend.clone(), &banks, &pool, n_slots, n_ring, n_routes)?;
         let rates = match options.rates {
@@ -147,26 +143,27 @@ impl Elastic {
             policy: options.policy,
             expert: ExpertCost {
                 record_bytes: record.weight_bytes() as u64,
-                flops_per_row: 6.0 * record.hidden as f64 * record.intermediate as f64,
+                flops_per_row: record.flops_per_row(),
             },
             rates,
             mode: options.mode,
-            choices: Choices { fetch: n_slots > 0, read_in_place: can_read_in_place, host: host.is_some() },
+            choices: Choices {
+                fetch: n_slots > 0,
+                read_in_place: options.in_place && backend.caps().reads_host,
+                host: host.is_some(),
+            },
             deterministic: options.deterministic,
         })?;
         let mut elastic = Elastic {
             backend,
             banks,
             pool,
-            n_slots,
             n_ring,
             n_routes,
             top_k,
-            can_read_in_place,
             planner,
             host,
             stream,
-            rates,
             behind: Behind::default(),
             reply: RouteReply::with_capacity(n_experts),
             planned: Planned::default(),
@@ -179,7 +176,7 @@ impl Elastic {
 
     /// Where the experts of each MoE layer are.
     pub fn experts(&self) -> Vec<Experts> {
-        (0..self.pool.n_layers as u32).map(|layer| Experts::Pool { pool: self.pool.clone(), layer }).collect()
+        Experts::of_layers(&self.pool)
     }
 
     /// Where those of a prefill's layer are.
@@ -189,7 +186,7 @@ impl Elastic {
 
     /// Slots that hold experts from step to step.
     pub fn n_slots(&self) -> usize {
-        self.n_slots
+        self.planner.cache().n_slots()
     }
 
     /// Slots that prefill streams through.
@@ -199,13 +196,13 @@ impl Elastic {
 
     /// Whether the host may be given misses.
     pub fn host_shares(&self) -> bool {
-        self.has_host() && self.planner.mode() != Mode::Gpu
+        self.has_host() && self.planner.options().mode != Mode::Gpu
     }
 
     /// Whether every miss of so many rows has somewhere to go, however they are routed.
     pub fn serves(&self, n_rows: usize) -> bool {
         let needed = (n_rows * self.top_k).min(self.pool.n_experts);
-        self.can_read_in_place || self.has_host() || needed <= self.n_slots
+        self.planner.options().choices.read_in_place || self.has_host() || needed <= self.n_slots()
     }
 
     /// Whether the host computes experts too.
@@ -235,7 +232,7 @@ impl Elastic {
 
     /// Rates as they were measured, and how the running model differs.
     pub fn rates(&self) -> (&Rates, &Observed) {
-        (&self.rates, self.planner.observed())
+        (&self.planner.options().rates, self.planner.observed())
     }
 
     /// Treats misses otherwise from now on.
@@ -306,12 +303,8 @@ impl Elastic {
     fn land(&mut self) -> Result<()> {
         let Some(landed) = self.behind.landed.take() else { return Ok(()) };
         self.backend.wait(landed)?;
-        let row = self.pool.n_experts;
-        for layer in self.behind.layers.drain(..).map(|layer| layer as usize) {
-            let entries = layer * row..(layer + 1) * row;
-            let place = self.pool.table.slice(entries.start * 4..entries.end * 4);
-            self.backend.write(&place, bytemuck::cast_slice(&self.planner.cache().table()[entries]))?;
-        }
+        self.behind.layers.iter().try_for_each(|&layer| self.write_row(layer))?;
+        self.behind.layers.clear();
         Ok(())
     }
 
@@ -321,12 +314,10 @@ impl Elastic {
     /// The device's; the step cannot go on.
     pub fn stream(&mut self, step: LayerStep<'_>) -> Result<()> {
         self.land()?;
+        let layer = step.layer;
         let streamed = self.stream.layer(step, self.planner.cache_mut())?;
-        let sums = &mut self.counters.prefill;
-        sums.n_hits += streamed.n_hits;
-        sums.n_fetched += streamed.n_fetched;
-        sums.n_wasted += streamed.n_wasted;
-        Ok(())
+        self.counters.prefill = self.counters.prefill.plus(&streamed);
+        if streamed.n_kept > 0 { self.write_row(layer) } else { Ok(()) }
     }
 
     /// Forgets what is in the slots: after a failed step nobody knows.
@@ -369,7 +360,7 @@ impl Elastic {
             .filter(|&(entry, slot)| before[entry] != slot as i32 || !is_kept(slot))
             .collect();
         (self.pool, self.stream) = (Arc::new(pool), stream);
-        (self.n_slots, self.n_ring) = (n_slots, n_ring);
+        self.n_ring = n_ring;
         let n_experts = self.pool.n_experts;
         let records = came_again.into_iter();
         let records =
@@ -410,7 +401,7 @@ impl Elastic {
 
     /// Brings a record over the link and back, and compares: there are drivers whose copies report success and do nothing.
     fn check_copies(&self) -> std::result::Result<(), ElasticError> {
-        let slot = self.n_slots as u32;
+        let slot = self.n_slots() as u32;
         let record = self.pool.record.bytes;
         let mut bytes = vec![0; record];
         for layer in [0, self.pool.n_layers as u32 - 1] {
@@ -427,6 +418,13 @@ impl Elastic {
     fn upload(&self, layer: u32, expert: u32, slot: u32) -> Result<Event> {
         let (bank, start) = (&self.banks.layers()[layer as usize], expert as usize * self.pool.record.bytes);
         self.backend.upload(Lane::Copy, bank, start, &self.pool.slot(slot as usize))
+    }
+
+    /// Writes a layer's row of the device's table as the mirror has it.
+    fn write_row(&self, layer: u32) -> Result<()> {
+        let row = self.pool.row(layer);
+        let entries = &self.planner.cache().table()[row.first_entry..][..row.n_experts];
+        self.backend.write(&self.pool.table_row(layer), bytemuck::cast_slice(entries))
     }
 
     fn write_table(&self) -> Result<()> {

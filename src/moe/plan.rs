@@ -244,11 +244,6 @@ impl Planner {
         })
     }
 
-    /// How misses are treated.
-    pub fn mode(&self) -> Mode {
-        self.options.mode
-    }
-
     /// Treats misses otherwise from now on.
     ///
     /// # Errors
@@ -469,21 +464,11 @@ impl Planner {
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
-
-    const EXPERT: ExpertCost = ExpertCost { record_bytes: 9_437_184, flops_per_row: 9_437_184.0 };
-    const RATES: Rates = Rates {
-        link_alone: 54e9,
-        link_shared: 49.1e9,
-        host_alone: 101e9,
-        host_shared: 77.6e9,
-        device_read: 4e12,
-        host_flops: 1e12,
-        reply_seconds: 6e-6,
-        wake_seconds: 4e-6,
-        combine_seconds: 2e-6,
-        copy_lane: false,
+    use super::{
+        super::cost::tests::{BOX, Q30},
+        *,
     };
+
     const ALL: Choices = Choices { fetch: true, read_in_place: true, host: true };
 
     fn options(mode: Mode, choices: Choices, n_slots: usize) -> PlannerOptions {
@@ -492,8 +477,8 @@ mod tests {
             n_experts: 16,
             n_slots,
             policy: Policy::Lru,
-            expert: EXPERT,
-            rates: RATES,
+            expert: Q30,
+            rates: BOX,
             mode,
             choices,
             deterministic: false,
@@ -589,7 +574,7 @@ mod tests {
 
     #[test]
     fn the_program_follows_the_misses() {
-        let rates = Rates { reply_seconds: 63e-6, ..RATES };
+        let rates = Rates { reply_seconds: 63e-6, ..BOX };
         let after_eight_routes = |n_hits: u32| {
             let mut planner = Planner::new(PlannerOptions { rates, ..options(Mode::Auto, ALL, 8) }).unwrap();
             assert_eq!(planner.next_step(), StepKind::CoExecuted, "nothing is known yet");

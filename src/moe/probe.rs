@@ -106,8 +106,7 @@ impl Probe<'_> {
         let one = work.run(host, WINDOW / 4, 1, 1)?;
         rates.wake_seconds = (one - record / rates.host_alone).max(0.0);
         let many = work.run(host, WINDOW / 4, 1, MANY_ROWS)?;
-        let flops = 6.0 * self.pool.record.hidden as f64 * self.pool.record.intermediate as f64;
-        rates.host_flops = MANY_ROWS as f64 * flops / many;
+        rates.host_flops = MANY_ROWS as f64 * self.pool.record.flops_per_row() / many;
         [rates.link_shared, rates.host_shared] = self.both(host, &mut work, &rates)?;
         // What was measured side by side is not faster than alone.
         rates.link_shared = rates.link_shared.min(rates.link_alone);

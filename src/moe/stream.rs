@@ -31,6 +31,8 @@ pub struct Streamed {
     pub n_hits: u64,
     /// Distinct experts that came over the link and were used.
     pub n_fetched: u64,
+    /// Of those, that stay in slots of the cache.
+    pub n_kept: u64,
     /// Records that came and were not used.
     pub n_wasted: u64,
 }
@@ -41,7 +43,18 @@ impl Streamed {
         Streamed {
             n_hits: self.n_hits - before.n_hits,
             n_fetched: self.n_fetched - before.n_fetched,
+            n_kept: self.n_kept - before.n_kept,
             n_wasted: self.n_wasted - before.n_wasted,
+        }
+    }
+
+    /// Both together.
+    pub fn plus(&self, other: &Streamed) -> Streamed {
+        Streamed {
+            n_hits: self.n_hits + other.n_hits,
+            n_fetched: self.n_fetched + other.n_fetched,
+            n_kept: self.n_kept + other.n_kept,
+            n_wasted: self.n_wasted + other.n_wasted,
         }
     }
 }
@@ -64,8 +77,6 @@ pub struct ExpertStream {
     banks: Vec<Arc<HostBuffer>>,
     /// The slots of the cache and of the ring behind a table of their own: the experts that are computed next.
     wave: Arc<ExpertPool>,
-    /// i32 `[n_layers, n_experts]`: the table of the cache.
-    cached: View,
     /// The first slot of the ring.
     first_slot: usize,
     /// Behind the last work that read a slot of the ring.
@@ -108,7 +119,6 @@ impl ExpertStream {
             backend,
             banks: banks.layers().to_vec(),
             wave: Arc::new(wave),
-            cached: pool.table.clone(),
             first_slot,
             read_by: vec![None; n_ring],
             free: (first_slot as u32..(first_slot + n_ring) as u32).collect(),
@@ -192,12 +202,8 @@ impl ExpertStream {
             streamed.n_fetched += n as u64;
         }
         cache.release();
-        if !self.changes.is_empty() {
-            self.changes.clear();
-            let row = layer as usize * self.counts.len()..(layer as usize + 1) * self.counts.len();
-            let place = self.cached.slice(row.start * 4..row.end * 4);
-            self.backend.write(&place, bytemuck::cast_slice(&cache.table()[row]))?;
-        }
+        streamed.n_kept = self.changes.iter().filter(|change| change.slot >= 0).count() as u64;
+        self.changes.clear();
         Ok(streamed)
     }
 

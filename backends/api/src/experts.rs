@@ -35,6 +35,11 @@ pub fn record(format: Format, hidden: usize, intermediate: usize) -> ExpertRecor
 }
 
 impl ExpertRecord {
+    /// Floating-point operations of a row, a multiply-add counting two.
+    pub fn flops_per_row(&self) -> f64 {
+        6.0 * self.hidden as f64 * self.intermediate as f64
+    }
+
     /// Bytes of the gate rows.
     pub fn gate(&self) -> Banks {
         self.gate_up.rows(0..self.intermediate, 2 * self.intermediate)
@@ -122,6 +127,12 @@ impl ExpertPool {
         layer as usize * self.n_experts + expert as usize
     }
 
+    /// A layer's row of the table on the device, i32 `[n_experts]`.
+    pub fn table_row(&self, layer: u32) -> View {
+        let start = self.entry(layer, 0) * 4;
+        self.table.slice(start..start + self.n_experts * 4)
+    }
+
     /// A layer's row of the table.
     pub fn row(&self, layer: u32) -> TableRow {
         TableRow {
@@ -154,6 +165,11 @@ pub enum Experts {
 }
 
 impl Experts {
+    /// Those of each layer of a pool.
+    pub fn of_layers(pool: &Arc<ExpertPool>) -> Vec<Experts> {
+        (0..pool.n_layers as u32).map(|layer| Experts::Pool { pool: pool.clone(), layer }).collect()
+    }
+
     /// Number of experts.
     pub fn n_experts(&self) -> usize {
         match self {

@@ -183,8 +183,7 @@ impl RoutePoint {
         };
         expert_mlp::record_at(mlp, pool, &places, recorder);
         let named = std::mem::take(&mut recorder.dispatches);
-        let row = pool.entry(*layer, 0) * 4;
-        let row = pool.table.slice(row..row + 4 * n_experts);
+        let row = pool.table_row(*layer);
         let parts =
             [(&mlp.ids, n * top_k), (&mlp.weights, n * top_k), (&mlp.x, n * hidden), (&row, n_experts)];
         let parts = parts.map(|(view, words)| (buffer(view.buffer()), view.range().start, 4 * words));

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use freetoken_backend::Backend;
 
 use super::{
-    BenchArgs,
+    BenchArgs, median,
     steps::{decode_seconds, prefill_runs},
     subject::{Source, Subject, WARM_UP, options},
     table::{Cell, Column, Table, column},
@@ -120,7 +120,7 @@ fn resident(subject: &mut Subject, args: &BenchArgs, depth: usize) -> Result<Res
     for &batch in &args.batch {
         let mut sequences = sequences(subject, batch as usize, depth)?;
         let turns = (0..ROUNDS).map(|_| decode_seconds(subject, &mut sequences, args.decode as usize));
-        decode.push(median(turns.collect::<Result<_>>()?));
+        decode.push(median(turns.collect::<Result<Vec<_>>>()?));
         sequences.iter_mut().for_each(|sequence| subject.engine.release(sequence));
     }
     Ok(Resident { prefill, decode })
@@ -218,9 +218,4 @@ fn decode(subject: &mut Subject, args: &BenchArgs, cell: &DecodeCell, table: &mu
         ]);
     }
     Ok(())
-}
-
-fn median(mut seconds: Vec<f64>) -> f64 {
-    seconds.sort_unstable_by(f64::total_cmp);
-    seconds[seconds.len() / 2]
 }

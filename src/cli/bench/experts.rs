@@ -10,7 +10,7 @@ use indicatif::BinaryBytes;
 
 use super::{
     super::terminal::Progress,
-    BenchArgs,
+    BenchArgs, median,
     table::{Column, Table, column},
 };
 use crate::{
@@ -175,10 +175,4 @@ fn measure(
         before = after;
     }
     Ok(turns)
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }

@@ -15,6 +15,7 @@ use freetoken_backend::{
 };
 
 use super::{
+    median,
     subject::WARM_UP,
     table::{Cell, Column, Table, column},
 };
@@ -325,8 +326,7 @@ fn median_replay(program: &mut dyn Program, server: &mut dyn RouteServer) -> Res
         program.replay(server)?;
         seconds.push(start.elapsed().as_secs_f64());
     }
-    seconds.sort_unstable_by(f64::total_cmp);
-    Ok(seconds[seconds.len() / 2])
+    Ok(median(seconds))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 
 use super::{
-    BenchArgs,
+    BenchArgs, median,
     subject::{Subject, WARM_UP},
     table::{Cell, Column, Table, column},
 };
@@ -81,8 +81,8 @@ pub(super) fn prefill_runs(subject: &mut Subject, n_tokens: usize) -> Result<(f6
             break;
         }
     }
-    seconds.sort_unstable_by(f64::total_cmp);
-    Ok((seconds[seconds.len() / 2], seconds.len() + 1))
+    let n_runs = seconds.len() + 1;
+    Ok((median(seconds), n_runs))
 }
 
 /// Means over the timed steps.

@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Messages for a model with a chat template; for one without, a text that stands alone.
-pub(super) struct Conversation<'m> {
+pub(in crate::cli) struct Conversation<'m> {
     tokenizer: &'m Tokenizer,
     template: Option<&'m ChatTemplate>,
     /// The system message, where there is one, then user and assistant in turn.
@@ -20,7 +20,7 @@ pub(super) struct Conversation<'m> {
 
 impl<'m> Conversation<'m> {
     /// One in which nothing was said, except what the model is told by the system message.
-    pub(super) fn new(files: &'m ModelFiles, system: Option<&str>, raw: bool) -> Result<Self> {
+    pub(in crate::cli) fn new(files: &'m ModelFiles, system: Option<&str>, raw: bool) -> Result<Self> {
         let template = files.template().filter(|_| !raw);
         ensure!(
             system.is_none() || template.is_some(),
@@ -37,7 +37,7 @@ impl<'m> Conversation<'m> {
     }
 
     /// Adds what the user says, and without a template forgets the rest.
-    pub(super) fn ask(&mut self, text: &str) {
+    pub(in crate::cli) fn ask(&mut self, text: &str) {
         if self.template.is_none() {
             self.messages.clear();
         }
@@ -70,7 +70,7 @@ impl<'m> Conversation<'m> {
     }
 
     /// The tokens in front of the model's next words, as if the oldest `n_left_out` turns had not been.
-    pub(super) fn tokens(&self, n_left_out: usize) -> Result<Vec<u32>> {
+    pub(in crate::cli) fn tokens(&self, n_left_out: usize) -> Result<Vec<u32>> {
         let Some(template) = self.template else {
             let last = self.messages.last().and_then(|message| message["content"].as_str());
             return Ok(self.tokenizer.encode(last.unwrap_or_default(), true)?);

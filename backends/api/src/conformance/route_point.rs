@@ -21,6 +21,17 @@ use crate::{
 /// A step that breaks off must have ended by then.
 const BREAK_OFF_LIMIT: Duration = Duration::from_secs(2);
 
+/// The layer of cases that are not about its shape.
+const SMALL: ExpertShape = ExpertShape {
+    format: Format::Bf16,
+    pool: true,
+    n: 2,
+    hidden: 64,
+    intermediate: 48,
+    top_k: 2,
+    experts: 10,
+};
+
 /// Who may answer for a miss.
 #[derive(Clone, Copy)]
 struct Choices {
@@ -204,8 +215,7 @@ pub(super) fn without_slots(
     n_rows: usize,
     in_place: bool,
 ) -> Result<f64, Failure> {
-    let shape =
-        ExpertShape { format, pool: true, n: n_rows, hidden: 64, intermediate: 48, top_k: 2, experts: 10 };
+    let shape = ExpertShape { format, n: n_rows, ..SMALL };
     if in_place && !device.caps().reads_host {
         let why = "the device does not read host memory".into();
         let refused = Error::Unsupported { backend: device.caps().backend, op: "expert_mlp", why };
@@ -257,16 +267,7 @@ pub(super) fn without_slots(
 /// A host that breaks off in the middle of a step, by an error or by unwinding, ends the step in time, and the next step is
 /// right again.
 pub(super) fn break_off(device: &dyn Backend) -> Result<f64, Failure> {
-    let shape = ExpertShape {
-        format: Format::Bf16,
-        pool: true,
-        n: 2,
-        hidden: 64,
-        intermediate: 48,
-        top_k: 2,
-        experts: 10,
-    };
-    let mut layers = Layers::new(device, shape, 10)?;
+    let mut layers = Layers::new(device, SMALL, 10)?;
     let mut worst = layers.replay(0, Choices { fetch: false, read_in_place: false, host: true })?;
     for unwinds in [false, true] {
         let start = Instant::now();
@@ -285,16 +286,7 @@ pub(super) fn break_off(device: &dyn Backend) -> Result<f64, Failure> {
 
 /// A reply that leaves a routed expert out fails the step and no other one: rows of nobody would be rows of another step.
 pub(super) fn left_out(device: &dyn Backend) -> Result<f64, Failure> {
-    let shape = ExpertShape {
-        format: Format::Bf16,
-        pool: true,
-        n: 2,
-        hidden: 64,
-        intermediate: 48,
-        top_k: 2,
-        experts: 10,
-    };
-    let mut layers = Layers::new(device, shape, 10)?;
+    let mut layers = Layers::new(device, SMALL, 10)?;
     let on_host = Choices { fetch: false, read_in_place: false, host: true };
     let worst = layers.replay(0, on_host)?;
     match layers.program.replay(&mut Silent) {

@@ -41,11 +41,8 @@ pub(super) fn launches(op: &ExpertMlp, precision: Precision) -> Result<(Vec<Laun
     if pool.record.format.group().is_some() {
         return Err(Unsupported(format!("its experts are {}; f32, bf16 and f16 run", pool.record.format)));
     }
-    let row = pool.entry(*layer, 0) * 4;
-    let place = Place {
-        table: Arg::View(pool.table.slice(row..row + 4 * pool.n_experts)),
-        chunks: Arg::ChunkTable(pool.clone(), *layer),
-    };
+    let place =
+        Place { table: Arg::View(pool.table_row(*layer)), chunks: Arg::ChunkTable(pool.clone(), *layer) };
     let record = &pool.record;
     let p = &op.p;
     let head = vec![params(op.params()), record_place(pool)?];
