@@ -14,3 +14,4 @@ pub mod model_files;
 pub mod models;
 pub mod moe;
 pub mod philox;
+pub mod scheduler;

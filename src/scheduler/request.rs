@@ -1,0 +1,172 @@
+//! What a client asks for and what it gets. The server speaks to a [`Service`]; the scheduler is one, and tests have
+//! another that needs no model.
+
+use tokio::sync::mpsc;
+
+use crate::engine::sampling::SamplingParams;
+
+/// A continuation that somebody wants.
+pub struct Request {
+    /// Tokens to continue; one at least.
+    pub prompt: Vec<u32>,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+    /// Added to the logits of these tokens before anything else. -100 and less forbids one.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Tokens that the answer may have; cut to what the context leaves.
+    pub max_tokens: usize,
+    /// Tokens that end the answer.
+    pub eos: Vec<u32>,
+    /// With each token its log-probability, and so many of the likeliest ones beside it.
+    pub logprobs: Option<usize>,
+    /// What the answer must look like.
+    pub constraint: Option<Box<dyn Constraint>>,
+    /// Lengths of the prompt's beginnings that another prompt may share (ends of messages), ascending.
+    pub anchors: Vec<usize>,
+}
+
+/// A grammar over tokens, driven by the engine's thread.
+pub trait Constraint: Send {
+    /// Sets the bit of each token that may come next; bit `id % 32` of word `id / 32`. All bits are clear before.
+    fn allow(&mut self, mask: &mut [u32]);
+    /// Takes the token that was drawn. Whether the text may go on.
+    fn accept(&mut self, token: u32) -> bool;
+}
+
+/// A token's logarithm of probability, of the distribution before temperature and cuts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Logprob {
+    /// The token.
+    pub id: u32,
+    /// At most 0.
+    pub logprob: f32,
+}
+
+/// A token of an answer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Token {
+    /// The token.
+    pub id: u32,
+    /// Of the token, where it was asked for.
+    pub logprob: Option<f32>,
+    /// The likeliest tokens of its place, best first.
+    pub top: Vec<Logprob>,
+}
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// A token of [`Request::eos`], which is the last that was sent, or the end of a grammar.
+    Eos,
+    /// [`Request::max_tokens`], or the end of the context.
+    Length,
+    /// The service is being shut down.
+    Shutdown,
+}
+
+/// Tokens of a request, counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Of the prompt.
+    pub prompt_tokens: usize,
+    /// Of those, that were not computed because another request had.
+    pub cached_tokens: usize,
+    /// Drawn.
+    pub completion_tokens: usize,
+}
+
+/// The end of an answer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ended {
+    /// Why.
+    pub stop: Stop,
+    /// What it took.
+    pub usage: Usage,
+}
+
+/// What happens to a request, in order: any number of `Prefill`, any number of `Token`, then one `Ended` or `Failed`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// So many tokens of the prompt are computed (those that were cached among them).
+    Prefill {
+        /// Computed.
+        n_computed: usize,
+        /// Of those, found in the cache.
+        n_cached: usize,
+    },
+    /// A token was drawn.
+    Token(Token),
+    /// The answer is whole.
+    Ended(Ended),
+    /// The engine could not go on with it; others may.
+    Failed(String),
+}
+
+/// The events of a request. Dropping it cancels the request within one step.
+pub type Events = mpsc::UnboundedReceiver<Event>;
+
+/// Why a request was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Too many wait already.
+    #[error("{n_waiting} requests wait already: try again in {retry_seconds} s")]
+    Full {
+        /// Requests that wait.
+        n_waiting: usize,
+        /// When another try is likely to be taken.
+        retry_seconds: u32,
+    },
+    /// The prompt leaves no room for an answer.
+    #[error("the prompt has {n_tokens} tokens and the context holds {context}, the answer included")]
+    TooLong {
+        /// Of the prompt.
+        n_tokens: usize,
+        /// That prompt and answer may have together.
+        context: usize,
+    },
+    /// No more requests are taken.
+    #[error("the server is shutting down")]
+    ShuttingDown,
+}
+
+/// What a service did and does.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+pub struct Stats {
+    /// Requests whose tokens are computed now.
+    pub n_running: usize,
+    /// Requests that wait.
+    pub n_waiting: usize,
+    /// Requests that ended, whatever the way.
+    pub n_ended: u64,
+    /// Of those, whose client left.
+    pub n_cancelled: u64,
+    /// Prompt tokens that were computed.
+    pub prefilled_tokens: u64,
+    /// Prompt tokens that were found in the cache.
+    pub cached_tokens: u64,
+    /// Tokens drawn.
+    pub decoded_tokens: u64,
+    /// Pages of the key-value cache.
+    pub kv_pages: usize,
+    /// Of those, held by running requests.
+    pub kv_pages_running: usize,
+    /// Of those, kept for prompts to come.
+    pub kv_pages_cached: usize,
+    /// Seconds since it began.
+    pub uptime_seconds: f64,
+}
+
+/// Something that answers requests.
+pub trait Service: Send + Sync {
+    /// Takes a request. Its events come from another thread.
+    ///
+    /// # Errors
+    /// [`Refusal`]; nothing was taken.
+    fn submit(&self, request: Request) -> Result<Events, Refusal>;
+
+    /// Tokens that a prompt and its answer may have together.
+    fn context(&self) -> usize;
+
+    /// What it did and does.
+    fn stats(&self) -> Stats;
+}
