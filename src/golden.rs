@@ -146,6 +146,7 @@ const RATES: Rates = Rates {
     reply_seconds: 1e-5,
     wake_seconds: 1e-5,
     combine_seconds: 0.0,
+    fetch_seconds: 0.0,
     copy_lane: false,
 };
 

@@ -81,6 +81,7 @@ fn rates() -> Rates {
         reply_seconds: 1.0,
         wake_seconds: 0.0,
         combine_seconds: 0.0,
+        fetch_seconds: 0.0,
         copy_lane: false,
     }
 }

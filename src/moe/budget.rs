@@ -8,7 +8,7 @@ const MARGIN_SHARE: u64 = 32;
 const MARGIN_BYTES: u64 = 256 << 20;
 /// Records that are on their way in a prefill, at most, and as a part of all slots.
 const RING_SLOTS: usize = 64;
-const RING_SHARE: usize = 8;
+const RING_SHARE: usize = 4;
 /// Fewer would leave nothing to stream while something is computed.
 const LEAST_RING: usize = 2;
 
@@ -305,7 +305,7 @@ mod tests {
     fn a_cache_is_as_large_as_was_asked_for() {
         // 40 GiB: 3 and a margin of 1.25 are taken, the rest is 36,608 MiB.
         assert_eq!(planned(Some(40 * GIB), None, Some("25%")), cached(768, 64, Some(36_608 - 832 * 8)));
-        assert_eq!(planned(Some(40 * GIB), None, Some("2GiB")), cached(256, 32, Some(36_608 - 288 * 8)));
+        assert_eq!(planned(Some(40 * GIB), None, Some("2GiB")), cached(256, 64, Some(36_608 - 320 * 8)));
         assert_eq!(planned(Some(8 * GIB), None, Some("2slots")), cached(2, 2, Some(4864 - 32)));
         assert_eq!(planned(None, None, Some("0%")), cached(0, 2, None));
         assert_eq!(

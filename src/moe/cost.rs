@@ -15,6 +15,8 @@ const FETCH_MARGIN: f64 = 1.02;
 const FETCH_WORTH: f64 = 0.25;
 /// Weight of one observation in the average.
 const OBSERVATION_WEIGHT: f64 = 1.0 / 16.0;
+/// The same for what lies between two route points, where much else happens.
+const INTERVAL_WEIGHT: f64 = 1.0 / 64.0;
 /// Observed seconds are believed up to this many times the prediction, and down to its inverse.
 const LARGEST_RATIO: f64 = 4.0;
 /// The misses of an expected layer: one row each, and never more than these.
@@ -41,6 +43,10 @@ pub struct Rates {
     pub wake_seconds: f64,
     /// Seconds of the combine (t_c).
     pub combine_seconds: f64,
+    /// Seconds that a route point takes for its first fetch beside the bytes; below zero where the host takes that much more than
+    /// its bytes. Learnt from the running model alone.
+    #[serde(default)]
+    pub fetch_seconds: f64,
     /// Whether fetches run beside the hits, in a lane of their own.
     pub copy_lane: bool,
 }
@@ -112,6 +118,7 @@ impl Rates {
         let latencies = [self.reply_seconds, self.wake_seconds, self.combine_seconds];
         rates.iter().all(|r| r.is_finite() && *r > 0.0)
             && latencies.iter().all(|t| t.is_finite() && *t >= 0.0)
+            && self.fetch_seconds.is_finite()
     }
 
     /// These rates as the running model shows them.
@@ -122,6 +129,7 @@ impl Rates {
             host_alone: self.host_alone / observed.ratio_host,
             host_shared: self.host_shared / observed.ratio_host,
             host_flops: self.host_flops / observed.ratio_host,
+            fetch_seconds: observed.fetch_seconds(),
             ..*self
         }
     }
@@ -140,7 +148,10 @@ impl Rates {
     /// hardly slower that fetches more.
     pub fn q_star(&self, misses: &Misses<'_>, allowed: RangeInclusive<usize>) -> Split {
         let bought = FETCH_WORTH * misses.expert.record_bytes as f64 / self.host_alone;
-        let price = |split: &Split| split.seconds - bought * split.n_link.min(misses.n_worthy) as f64;
+        let price = |split: &Split| {
+            let first = if split.n_link > 0 { self.fetch_seconds } else { 0.0 };
+            split.seconds + first - bought * split.n_link.min(misses.n_worthy) as f64
+        };
         let splits = || self.splits(misses, allowed.clone());
         let cheapest = splits().map(|split| price(&split)).fold(f64::INFINITY, f64::min);
         let margin = |split: &Split| split.seconds - split.seconds / FETCH_MARGIN;
@@ -237,11 +248,14 @@ pub struct Observed {
     pub ratio_link: f64,
     /// Of the host.
     pub ratio_host: f64,
+    /// Seconds from one route point to the next that no prediction explains, of the rest of a layer among them: where every miss
+    /// went to the host, and where one at least was fetched.
+    pub unexplained: [Option<f64>; 2],
 }
 
 impl Default for Observed {
     fn default() -> Self {
-        Observed { ratio_link: 1.0, ratio_host: 1.0 }
+        Observed { ratio_link: 1.0, ratio_host: 1.0, unexplained: [None; 2] }
     }
 }
 
@@ -249,6 +263,20 @@ impl Observed {
     /// The link took `observed` seconds for what the corrected rates promised in `predicted`.
     pub fn link(&mut self, predicted: f64, observed: f64) {
         average(&mut self.ratio_link, predicted, observed);
+    }
+
+    /// From a route point with misses to the next one `observed` seconds passed; `split` was promised.
+    pub fn interval(&mut self, split: &Split, observed: f64) {
+        let largest = LARGEST_RATIO * split.seconds;
+        let sample = (observed - split.seconds).min(largest);
+        let mean = self.unexplained[(split.n_link > 0) as usize].get_or_insert(sample);
+        *mean += INTERVAL_WEIGHT * (sample - *mean);
+    }
+
+    /// What a fetch takes beside its bytes: the rest of a layer is the same with one and without.
+    fn fetch_seconds(&self) -> f64 {
+        let [without, with] = self.unexplained;
+        with.zip(without).map_or(0.0, |(with, without)| with - without)
     }
 
     /// The host took `observed` seconds for what the corrected rates promised in `predicted`.
@@ -282,6 +310,7 @@ pub(super) mod tests {
         reply_seconds: 0.0,
         wake_seconds: 0.0,
         combine_seconds: 0.0,
+        fetch_seconds: 0.0,
         copy_lane: false,
     };
 
@@ -298,6 +327,7 @@ pub(super) mod tests {
         reply_seconds: 6e-6,
         wake_seconds: 4e-6,
         combine_seconds: 2e-6,
+        fetch_seconds: 0.0,
         copy_lane: false,
     };
 
@@ -308,6 +338,10 @@ pub(super) mod tests {
             n_worthy: 0,
             hits_seconds: 0.0,
         }
+    }
+
+    fn q30_misses(m: usize) -> Misses<'static> {
+        Misses { expert: Q30, rows: &EXPECTED_ROWS[..m], n_worthy: 0, hits_seconds: 8e-6 }
     }
 
     fn close(a: f64, b: f64) -> bool {
@@ -350,10 +384,7 @@ pub(super) mod tests {
 
     #[test]
     fn the_measured_machine_splits_as_its_rates() {
-        let n_link = |m: usize| {
-            BOX.q_star(&Misses { expert: Q30, rows: &[1; 64][..m], n_worthy: 0, hits_seconds: 8e-6 }, 0..=m)
-                .n_link
-        };
+        let n_link = |m: usize| BOX.q_star(&q30_misses(m), 0..=m).n_link;
         assert_eq!([1, 2, 3, 4, 6, 8].map(n_link), [0, 1, 1, 1, 2, 3]);
         let split = BOX.q_star(&Misses { expert: Q30, rows: &[1; 8], n_worthy: 0, hits_seconds: 0.0 }, 0..=8);
         let both = 8.0 * 9_437_184.0 / (49.1e9 + 77.6e9);
@@ -397,6 +428,27 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_fetch_that_takes_more_than_its_bytes_is_learnt() {
+        let mut observed = Observed::default();
+        let n_link = |o: &Observed| BOX.corrected(o).q_star(&q30_misses(2), 0..=2).n_link;
+        assert_eq!(n_link(&observed), 1);
+        let rest_of_layer = 70e-6;
+        for fetch_seconds in [100e-6, 0.0] {
+            for _ in 0..1000 {
+                for n_link in [0, 1] {
+                    let split = BOX.split(&q30_misses(2), n_link);
+                    let more = if n_link > 0 { fetch_seconds } else { 0.0 };
+                    observed.interval(&split, split.seconds + rest_of_layer + more);
+                }
+            }
+            assert!((observed.fetch_seconds() - fetch_seconds).abs() < 1e-9, "{observed:?}");
+            assert_eq!(n_link(&observed), if fetch_seconds > 0.0 { 0 } else { 1 });
+        }
+        observed.interval(&BOX.split(&q30_misses(2), 1), 10.0);
+        assert!(observed.fetch_seconds() < 1e-4, "a hiccup is believed in part: {observed:?}");
+    }
+
+    #[test]
     fn rates_that_are_no_rates_are_found() {
         assert!(BOX.is_valid());
         for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
@@ -419,7 +471,7 @@ pub(super) mod tests {
                 host_alone: host, host_shared: host * (least + (1.0 - least) * host_loss),
                 device_read: 2e12, host_flops,
                 reply_seconds: latencies.0, wake_seconds: latencies.1, combine_seconds: latencies.2,
-                copy_lane,
+                fetch_seconds: 0.0, copy_lane,
             }
         }
     }

@@ -98,6 +98,8 @@ pub struct Elastic {
     reply: RouteReply,
     /// What the last reply should take.
     planned: Planned,
+    /// When the last route point of the step was answered.
+    answered: Option<Instant>,
     counters: ElasticCounters,
 }
 
@@ -167,6 +169,7 @@ impl Elastic {
             behind: Behind::default(),
             reply: RouteReply::with_capacity(n_experts),
             planned: Planned::default(),
+            answered: None,
             counters: ElasticCounters::default(),
         };
         elastic.fill()?;
@@ -260,6 +263,7 @@ impl Elastic {
     /// The device's.
     pub fn begin(&mut self, decodes: bool) -> Result<()> {
         self.planner.begin(decodes);
+        self.answered = None;
         self.land()
     }
 
@@ -434,6 +438,10 @@ impl Elastic {
 
 impl RouteServer for Elastic {
     fn answer(&mut self, ask: &RouteAsk<'_>, reply: &mut RouteReply) -> Result<()> {
+        let now = Instant::now();
+        if let Some(before) = self.answered.replace(now) {
+            self.planner.observe_interval(&self.planned, (now - before).as_secs_f64());
+        }
         if let Some(link) = ask.link {
             self.counters.link_seconds += link.seconds;
             self.counters.link_bytes += link.bytes;

@@ -377,6 +377,14 @@ impl Planner {
         }
     }
 
+    /// From a route point to the next one of its step `seconds` passed.
+    pub fn observe_interval(&mut self, planned: &Planned, seconds: f64) {
+        let n_misses = planned.n_fetched + planned.n_in_place + planned.n_host;
+        if self.decodes && n_misses > 0 && !self.options.deterministic {
+            self.observed.interval(&planned.split, seconds);
+        }
+    }
+
     /// The host took `seconds` for what was planned.
     pub fn observe_host(&mut self, planned: &Planned, seconds: f64) {
         if !self.options.deterministic {

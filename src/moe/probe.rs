@@ -95,6 +95,7 @@ impl Probe<'_> {
             reply_seconds: (asked - in_slots).max(0.0),
             wake_seconds: 0.0,
             combine_seconds: 0.0,
+            fetch_seconds: 0.0,
             copy_lane: false,
         };
         let Some(host) = host else { return Ok(rates) };

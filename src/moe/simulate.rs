@@ -241,6 +241,7 @@ mod tests {
             reply_seconds: 6e-6,
             wake_seconds: 4e-6,
             combine_seconds: 2e-6,
+            fetch_seconds: 0.0,
             copy_lane: false,
         },
         dense_seconds: 20e-6,

@@ -75,6 +75,7 @@ const RATES: Rates = Rates {
     reply_seconds: 3.5e-6,
     wake_seconds: 0.0,
     combine_seconds: 0.0,
+    fetch_seconds: 0.0,
     copy_lane: false,
 };
 /// A step of 24 such layers with all experts on that card; with other rates too, what is not experts takes as long as there.
