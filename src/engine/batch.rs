@@ -26,6 +26,8 @@ pub(super) struct Limits {
     pub(super) context: usize,
     /// Pages of the cache.
     pub(super) n_pages: usize,
+    /// Whether decode steps have buffers of their own, since a prompt may be half way through the layers.
+    pub(super) decodes_apart: bool,
 }
 
 /// Share of the memory that there is for it that the experts' rows of a prefill step may take.
@@ -39,6 +41,11 @@ const STREAMED_SHARE: u64 = 16;
 const STREAMED_ROWS: [usize; 2] = [1024, 16_384];
 
 impl Limits {
+    /// So many rows, and no cache.
+    fn of_rows(max_rows: usize) -> Self {
+        Limits { max_rows, tile_rows: max_rows, context: 0, n_pages: 0, decodes_apart: false }
+    }
+
     /// For sequences of `context` tokens. `memory`: what the device has for all of it, where that is known.
     pub(super) fn new(
         sizes: &Sizes,
@@ -52,7 +59,7 @@ impl Limits {
         let n_pages = 1 + max_sequences * context.div_ceil(PAGE_TOKENS);
         let rows = |n: usize| n.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
         if streamed {
-            let row = Limits { max_rows: 1, tile_rows: 1, context: 0, n_pages: 0 };
+            let row = Limits::of_rows(1);
             let row_bytes = activations(sizes, &row)[..9].iter().sum::<usize>() as u64 * 4;
             let [unknown, most] = STREAMED_ROWS;
             let fits = memory.map_or(unknown, |memory| {
@@ -62,7 +69,7 @@ impl Limits {
                 caps.max_binding_bytes / (sizes.hidden * sizes.moe.map_or(1, |moe| moe.top_k) * 4).max(1);
             let fits = 1 << fits.min(bound).clamp(MAX_SEQUENCES, most).ilog2();
             let max_rows = rows(options.max_chunk.unwrap_or(context)).min(fits);
-            return Limits { max_rows, tile_rows: max_rows, context, n_pages };
+            return Limits { context, n_pages, decodes_apart: true, ..Limits::of_rows(max_rows) };
         }
         let max_rows = rows(options.max_chunk.unwrap_or(caps.prefill_rows.min(context)));
         // All where memory is plentiful, since each tile reads its experts again.
@@ -70,7 +77,7 @@ impl Limits {
         let share = caps.total_bytes.map_or(DEFAULT_PARTS_BYTES, |total| total / PARTS_SHARE);
         let most = usize::try_from(share).unwrap_or(usize::MAX).min(caps.max_binding_bytes);
         let fits = (most / row_bytes.max(1)).clamp(1, max_rows);
-        Limits { max_rows, tile_rows: 1 << fits.ilog2(), context, n_pages }
+        Limits { max_rows, tile_rows: 1 << fits.ilog2(), context, n_pages, decodes_apart: false }
     }
 }
 
@@ -215,11 +222,22 @@ fn activations(s: &Sizes, limits: &Limits) -> [usize; 13] {
     ]
 }
 
+/// A buffer for each activation.
+fn buffers(backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<[View; 13]> {
+    let mut buffers = Vec::new();
+    for values in activations(s, limits) {
+        buffers.push(backend.alloc(values * 4)?.whole());
+    }
+    Ok(buffers.try_into().expect("a buffer for each activation"))
+}
+
 /// Bytes that a batch, its caches included, will take on a device; at most, where a model rotates part of a head.
 pub(super) fn bytes(s: &Sizes, limits: &Limits, precision: Precision) -> u64 {
     let page = KvCache::page_bytes(kv_format(precision), s.n_kv_heads, s.head_dim) as u64;
     let kv = page * limits.n_pages as u64 * s.n_layers as u64;
-    let activations: usize = activations(s, limits).iter().sum();
+    let apart = limits.decodes_apart.then(|| Limits::of_rows(MAX_SEQUENCES));
+    let activations: usize =
+        std::iter::once(*limits).chain(apart).flat_map(|limits| activations(s, &limits)).sum();
     kv + 4 * (activations + limits.context * s.head_dim) as u64
 }
 
@@ -247,10 +265,6 @@ impl Batch {
         let table = model.rope().table(limits.context);
         let rotary = backend.alloc(table.len() * 4)?.whole();
         backend.write(&rotary, bytemuck::cast_slice(&table))?;
-        let mut buffers = Vec::new();
-        for values in activations(s, limits) {
-            buffers.push(backend.alloc(values * 4)?.whole());
-        }
         let [
             x,
             qkv,
@@ -265,7 +279,7 @@ impl Batch {
             top_ids,
             top_values,
             lse,
-        ] = <[View; 13]>::try_from(buffers).expect("a buffer for each activation");
+        ] = buffers(backend, s, limits)?;
         let whole = Batch {
             n_rows: limits.max_rows,
             n_sequences: MAX_SEQUENCES,
@@ -303,6 +317,51 @@ impl Batch {
             max_positions: limits.context,
         };
         Ok(whole.bucket(limits.max_rows))
+    }
+
+    /// Buffers of their own for steps of few rows, over the same caches and experts.
+    ///
+    /// # Errors
+    /// The device has no room.
+    pub(super) fn beside(&self, backend: &dyn Backend, s: &Sizes) -> Result<Self> {
+        let bytes = InputLayout::new(MAX_SEQUENCES, MAX_SEQUENCES, self.max_pages).bytes;
+        let input = backend.alloc(bytes)?.whole();
+        let Limits { max_rows: n_rows, tile_rows, .. } = Limits::of_rows(MAX_SEQUENCES);
+        let [
+            x,
+            qkv,
+            q,
+            attended,
+            inner,
+            normed,
+            expert_ids,
+            expert_weights,
+            parts,
+            logits,
+            top_ids,
+            top_values,
+            lse,
+        ] = buffers(backend, s, &Limits::of_rows(MAX_SEQUENCES))?;
+        let few = Batch {
+            n_rows,
+            tile_rows,
+            input,
+            x,
+            qkv,
+            q,
+            attended,
+            inner,
+            normed,
+            expert_ids,
+            expert_weights,
+            parts,
+            logits,
+            top_ids,
+            top_values,
+            log_sum_exp: lse,
+            ..self.clone()
+        };
+        Ok(few.bucket(n_rows))
     }
 
     /// The front of the buffers, for a bucket of `n_rows` rows.

@@ -3,7 +3,7 @@
 
 use freetoken_backend::{KvCache, PAGE_TOKENS};
 
-use super::{BlockPool, Engine, EngineError, Sequence, programs::Programs};
+use super::{Engine, EngineError, Sequence, programs::Programs};
 use crate::moe::{ByteCount, budget};
 
 /// What is asked for; `None` stays as it is.
@@ -16,15 +16,15 @@ pub struct Division {
 }
 
 impl Engine {
-    /// Divides device memory anew. `sequences` are all that hold pages. Experts that lose their slot are the coldest. Programs
-    /// are recorded again when they are next needed.
+    /// Divides device memory anew. `sequences` are all that hold pages. Experts that lose their slot are the coldest, and so are the
+    /// pages of earlier prompts that make room. Programs are recorded again when they are next needed.
     ///
     /// # Errors
     /// [`EngineError::Division`] with what would fit, before anything is changed; or the device's refusal. Asserts that there is
     /// an expert cache where slots are asked for.
     pub fn divide(&mut self, division: Division, sequences: &mut [&mut Sequence]) -> Result<(), EngineError> {
-        let n_used: usize = sequences.iter().map(|sequence| sequence.pages.len()).sum();
-        assert_eq!(n_used + self.pool.n_free() + 1, self.limits.n_pages, "all sequences that hold pages");
+        assert!(self.open.is_none(), "a chunk that is half way through the layers is done first");
+        let n_used = self.n_pages_running();
         assert!(
             division.expert_slots.is_none() || self.elastic().is_some(),
             "a model whose experts are behind a cache"
@@ -83,9 +83,11 @@ impl Engine {
         self.forget_programs();
         // The last handles of the chunks that go.
         self.batch.experts.clear();
+        self.decode_batch.experts.clear();
         let elastic = self.elastic.as_deref_mut().expect("looked at above");
         let resized = elastic.resize(n_slots);
         self.batch.experts = elastic.experts();
+        self.decode_batch.experts = elastic.experts();
         Ok(resized?)
     }
 
@@ -95,8 +97,10 @@ impl Engine {
             return Ok(());
         }
         self.forget_programs();
-        let used: Vec<u32> = sequences.iter().flat_map(|sequence| &sequence.pages).copied().collect();
-        let last = used.iter().max().map_or(0, |&page| page as usize + 1);
+        let too_many = (self.pool.n_pages() - self.pool.n_free()).saturating_sub(n_pages);
+        self.prefixes.evict(too_many, &mut self.pool);
+        let used = self.pool.used();
+        let last = used.last().map_or(0, |&page| page as usize + 1);
         // All layers or none: a device that refuses one leaves the caches as they were.
         let mut resized = Vec::new();
         for kv in &self.batch.kv {
@@ -113,11 +117,13 @@ impl Engine {
             }
             resized.push(KvCache { view, format: kv.format, n_pages });
         }
+        self.decode_batch.kv = resized.clone();
         self.batch.kv = resized;
-        let pages = sequences.iter_mut().flat_map(|sequence| &mut sequence.pages);
-        pages.zip(1..).for_each(|(page, number)| *page = number);
+        let new = |page: u32| used.binary_search(&page).expect("a page in use") as u32 + 1;
+        sequences.iter_mut().flat_map(|sequence| &mut sequence.pages).for_each(|page| *page = new(*page));
+        self.prefixes.renumber(new);
+        self.pool.pack(&used, n_pages);
         self.limits.n_pages = n_pages;
-        self.pool = BlockPool::with_used(n_pages, used.len());
         Ok(())
     }
 }

@@ -51,14 +51,22 @@ impl Layered {
         Ok(Layered { batch, segments, layers, ids, mlp })
     }
 
-    /// Runs the step and returns when it is done.
-    pub(super) fn run(&mut self, backend: &dyn Backend, elastic: &mut Elastic) -> Result<()> {
-        for i in 0..self.layers.len() {
-            self.segments[i].submit()?;
-            self.experts(i, elastic)?;
+    /// Runs the step up to and with the experts of the `i`-th MoE layer, whose predecessors are done; behind the last one, all of
+    /// it, and returns when the device is done. Whether that was all.
+    pub(super) fn run_layer(
+        &mut self,
+        i: usize,
+        backend: &dyn Backend,
+        elastic: &mut Elastic,
+    ) -> Result<bool> {
+        self.segments[i].submit()?;
+        self.experts(i, elastic)?;
+        if i + 1 < self.layers.len() {
+            return Ok(false);
         }
-        self.segments.last_mut().expect("one behind the last route point").submit()?;
-        backend.wait(backend.event(Lane::Compute)?)
+        self.segments[i + 1].submit()?;
+        backend.wait(backend.event(Lane::Compute)?)?;
+        Ok(true)
     }
 
     /// Computes the experts of the `i`-th MoE layer, whose router has run.

@@ -8,6 +8,7 @@ mod error;
 mod input;
 mod kv;
 mod layered;
+mod prefix;
 mod programs;
 pub mod sampling;
 mod sequence;

@@ -86,6 +86,13 @@ impl Programs {
     }
 }
 
+impl Programs {
+    /// One that was recorded for `n` rows.
+    pub(super) fn recorded(&self, kind: Kind, n: usize) -> &Recorded {
+        self.0.get(&(kind, n.next_power_of_two())).expect("a program that has run")
+    }
+}
+
 /// Candidates a row.
 pub(super) fn top_k(model: &dyn Model) -> usize {
     MAX_TOP_LOGITS.min(model.sizes().vocab)

@@ -17,6 +17,7 @@ use super::{
     draw::Drawer,
     input::StepInput,
     layered::Layered,
+    prefix::PrefixCache,
     programs::{self, Kind, Programs, output},
 };
 use crate::{
@@ -82,13 +83,24 @@ const ROUTED_ROWS: [usize; 7] = [1, 2, 4, 8, MAX_SEQUENCES, 32, MOST_ROUTED_ROWS
 /// The longest prompt among them. Each of its experts has few rows, which the host computes about as fast as it reads them.
 const MOST_ROUTED_ROWS: usize = 64;
 
+/// A chunk of a prompt whose experts are streamed, between two layers.
+pub(super) struct OpenChunk {
+    bucket: usize,
+    n_rows: usize,
+    /// MoE layers that are done.
+    n_done: usize,
+}
+
 /// A model on a device, with room for sequences.
 pub struct Engine {
     pub(super) backend: Arc<dyn Backend>,
     model: Box<dyn Model>,
     /// The buffers of the largest bucket.
     pub(super) batch: Batch,
+    /// The buffers of decode steps, where a prompt may be half way through the layers meanwhile.
+    pub(super) decode_batch: Batch,
     pub(super) pool: BlockPool,
+    pub(super) prefixes: PrefixCache,
     pub(super) limits: Limits,
     pub(super) programs: Programs,
     /// Prefill steps by bucket, where experts are streamed.
@@ -97,10 +109,14 @@ pub struct Engine {
     pub(super) elastic: Option<Box<Elastic>>,
     /// Bytes of `--vram` that nothing takes; `None` without that limit.
     pub(super) spare: Option<u64>,
+    /// A chunk of a prompt that is half way through the layers.
+    pub(super) open: Option<OpenChunk>,
     input: StepInput,
     drawer: Drawer,
     /// Where the last computed token's row is in the residual stream.
     last_row: usize,
+    /// The program whose logits are there to be drawn from, and its rows.
+    drawn_from: (Kind, usize),
 }
 
 impl Engine {
@@ -154,8 +170,13 @@ impl Engine {
         };
         let mut batch = Batch::new(&*backend, &*model, &limits, experts)?;
         batch.reads_in_place = plan == ExpertPlan::InPlace;
+        let decode_batch =
+            if elastic.is_some() { batch.beside(&*backend, model.sizes())? } else { batch.clone() };
         let mut engine = Engine {
             pool: BlockPool::new(limits.n_pages),
+            prefixes: PrefixCache::default(),
+            decode_batch,
+            open: None,
             programs: Programs::default(),
             layered: HashMap::new(),
             elastic,
@@ -163,12 +184,13 @@ impl Engine {
             input: StepInput::new(&batch),
             drawer: Drawer::new(model.sizes().vocab, programs::top_k(&*model)),
             last_row: 0,
+            drawn_from: (Kind::Decode, 1),
             backend,
             model,
             batch,
             limits,
         };
-        engine.programs.get(Kind::Decode, 1, &*engine.backend, &*engine.model, &engine.batch)?;
+        engine.programs.get(Kind::Decode, 1, &*engine.backend, &*engine.model, &engine.decode_batch)?;
         Ok(engine)
     }
 
@@ -212,6 +234,41 @@ impl Engine {
         programs::stages(Kind::Decode, &*self.model, &batch)
     }
 
+    /// Finds what is computed of the beginning of a new sequence already, and gives the number of its tokens. One token at least
+    /// stays pending.
+    pub fn adopt(&mut self, sequence: &mut Sequence) -> usize {
+        assert!(sequence.pages.is_empty(), "a sequence without pages");
+        let prompt = sequence.tokens();
+        let Some((_, before)) = prompt.split_last() else { return 0 };
+        let mut pages = Vec::new();
+        self.prefixes.adopt(before, &mut pages, &mut self.pool);
+        let n_tokens = pages.len() * PAGE_TOKENS;
+        sequence.pages.extend(pages);
+        sequence.advance(n_tokens);
+        n_tokens
+    }
+
+    /// Keeps what is computed of a sequence for others that begin alike, as long as nobody needs the room.
+    pub fn keep(&mut self, sequence: &Sequence) {
+        let computed = &sequence.tokens()[..sequence.n_computed()];
+        self.prefixes.keep(computed, &sequence.pages, &mut self.pool);
+    }
+
+    /// Pages of the key-value cache that running sequences hold.
+    pub fn n_pages_running(&self) -> usize {
+        self.n_pages() - self.pool.n_free() - self.n_pages_kept()
+    }
+
+    /// Pages that are kept for sequences to come.
+    pub fn n_pages_kept(&self) -> usize {
+        self.prefixes.n_evictable(&self.pool)
+    }
+
+    /// Pages of the key-value cache.
+    pub fn n_pages(&self) -> usize {
+        self.pool.n_pages() - 1
+    }
+
     /// Gives a sequence's pages back.
     pub fn release(&mut self, sequence: &mut Sequence) {
         self.pool.shrink(&mut sequence.pages, 0);
@@ -243,17 +300,49 @@ impl Engine {
                 return Ok(None);
             }
         }
-        let Engine { backend, model, batch, programs, input, drawer, .. } = self;
+        self.pick(sequence)?;
+        self.draw(0, sequence).map(Some)
+    }
+
+    /// Computes the logits behind the last computed token of a sequence, whose prefill has just ended: row 0 of
+    /// [`Self::draw`] and [`Self::logits`].
+    ///
+    /// # Errors
+    /// [`EngineError`].
+    pub fn pick(&mut self, sequence: &Sequence) -> Result<(), EngineError> {
+        let Engine { backend, model, batch, programs, input, .. } = self;
         let recorded = programs.get(Kind::Pick, 1, &**backend, &**model, batch)?;
         input.put_logit_rows(&recorded.batch, once(self.last_row));
-        backend.write(&recorded.batch.input, input.put_sampling(&recorded.batch, once(&*sequence)))?;
+        backend.write(&recorded.batch.input, input.put_sampling(&recorded.batch, once(sequence)))?;
         recorded.program.replay(&mut NoRoutePoints)?;
-        drawer.draw(&**backend, recorded, 0, sequence).map(Some)
+        self.drawn_from = (Kind::Pick, 1);
+        Ok(())
+    }
+
+    /// Draws the next token of the sequence in a row of the last [`Self::pick`] or [`Self::step`].
+    ///
+    /// # Errors
+    /// Logits that are no numbers, or the device's refusal.
+    pub fn draw(&mut self, row: usize, sequence: &Sequence) -> Result<u32, EngineError> {
+        let (kind, n) = self.drawn_from;
+        let recorded = self.programs.recorded(kind, n);
+        self.drawer.draw(&*self.backend, recorded, row, sequence)
+    }
+
+    /// Reads a row of logits `[vocab]` of the last [`Self::pick`] or [`Self::step`], with the penalties of its sequence.
+    ///
+    /// # Errors
+    /// The device's refusal.
+    pub fn logits(&self, row: usize, out: &mut [f32]) -> Result<(), EngineError> {
+        let (kind, n) = self.drawn_from;
+        let (logits, row_bytes) = (&self.programs.recorded(kind, n).batch.logits, size_of_val(out));
+        let row = logits.slice(row * row_bytes..(row + 1) * row_bytes);
+        Ok(self.backend.read(&row, bytemuck::cast_slice_mut(out))?)
     }
 
     /// Rows of the next step for `n` pending tokens: the next larger bucket where little of it is padding, else the next
     /// smaller one.
-    fn chunk(&self, n: usize) -> usize {
+    pub fn chunk(&self, n: usize) -> usize {
         let n = n.min(self.batch.n_rows);
         let above = n.next_power_of_two();
         if 4 * n >= 3 * above { n } else { above / 2 }
@@ -264,24 +353,60 @@ impl Engine {
     /// # Errors
     /// [`EngineError`]; nothing was computed.
     pub fn compute(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
-        let most =
-            if self.elastic().is_some_and(Elastic::host_shares) { MOST_ROUTED_ROWS } else { MAX_SEQUENCES };
-        if self.elastic().is_some_and(|elastic| n > most || !elastic.serves(n)) {
+        while !self.compute_unit(sequence, n)? {}
+        Ok(())
+    }
+
+    /// Begins to compute the next `n` pending tokens of a sequence, or goes on with it: one layer where experts are streamed,
+    /// else all of it. Whether the tokens are computed now; until then decode steps of other sequences may run, and nothing
+    /// else but [`Self::abandon`].
+    ///
+    /// # Errors
+    /// [`EngineError`]; nothing was computed.
+    pub fn compute_unit(&mut self, sequence: &mut Sequence, n: usize) -> Result<bool, EngineError> {
+        if self.open.is_none() && self.streams(n) {
             let bucket = self.layered_input(sequence, n)?;
+            self.open = Some(OpenChunk { bucket, n_rows: n, n_done: 0 });
+        }
+        if let Some(OpenChunk { bucket, n_rows, n_done }) = self.open.take() {
             let Engine { backend, layered, elastic, .. } = self;
             let (layered, serving) =
                 layered.get_mut(&bucket).zip(elastic.as_deref_mut()).expect("made for it");
-            settle(layered.run(&**backend, serving), elastic)?;
-        } else {
-            self.make_room(sequence, n)?;
-            let Engine { backend, model, batch, programs, input, elastic, .. } = self;
-            let recorded = programs.get(Kind::Prefill, n, &**backend, &**model, batch)?;
-            input.put_rows(&recorded.batch, once(&*sequence), n);
-            backend.write(&recorded.batch.input, input.rows(&recorded.batch))?;
-            replay(Kind::Prefill, &mut *recorded.program, elastic)?;
+            let is_done = settle(layered.run_layer(n_done, &**backend, serving), elastic)?;
+            if !is_done {
+                self.open = Some(OpenChunk { bucket, n_rows, n_done: n_done + 1 });
+                return Ok(false);
+            }
+            self.advance(sequence, n_rows);
+            return Ok(true);
         }
+        self.make_room(sequence, n)?;
+        let Engine { backend, model, batch, programs, input, elastic, .. } = self;
+        let recorded = programs.get(Kind::Prefill, n, &**backend, &**model, batch)?;
+        input.put_rows(&recorded.batch, once(&*sequence), n);
+        backend.write(&recorded.batch.input, input.rows(&recorded.batch))?;
+        replay(Kind::Prefill, &mut *recorded.program, elastic)?;
         self.advance(sequence, n);
-        Ok(())
+        Ok(true)
+    }
+
+    /// Leaves the chunk that is half way through the layers, if there is one: its tokens are not computed.
+    pub fn abandon(&mut self) {
+        if self.open.take().is_some() {
+            self.elastic.iter_mut().for_each(|elastic| elastic.abandon());
+        }
+    }
+
+    /// Whether a chunk is half way through the layers.
+    pub fn is_open(&self) -> bool {
+        self.open.is_some()
+    }
+
+    /// Whether a chunk of `n` tokens has its experts streamed to the device.
+    pub fn streams(&self, n: usize) -> bool {
+        let most =
+            if self.elastic().is_some_and(Elastic::host_shares) { MOST_ROUTED_ROWS } else { MAX_SEQUENCES };
+        self.elastic().is_some_and(|elastic| n > most || !elastic.serves(n))
     }
 
     /// Makes room for the next `n` tokens, writes the input of the step that streams experts to them, and gives its bucket.
@@ -314,6 +439,18 @@ impl Engine {
     /// # Errors
     /// [`EngineError`]; nothing was computed.
     pub fn decode(&mut self, sequences: &mut [&mut Sequence], drawn: &mut [u32]) -> Result<(), EngineError> {
+        self.step(sequences)?;
+        for (row, (drawn, sequence)) in drawn.iter_mut().zip(sequences).enumerate() {
+            *drawn = self.draw(row, sequence)?;
+        }
+        Ok(())
+    }
+
+    /// Computes the one pending token of each sequence: the n-th one's logits are row n of [`Self::draw`] and [`Self::logits`].
+    ///
+    /// # Errors
+    /// [`EngineError`]; nothing was computed.
+    pub fn step(&mut self, sequences: &mut [&mut Sequence]) -> Result<(), EngineError> {
         for sequence in sequences.iter_mut() {
             assert_eq!(sequence.pending().len(), 1, "decode computes one token a sequence");
             self.make_room(sequence, 1)?;
@@ -323,8 +460,8 @@ impl Engine {
             Some(StepKind::InPlace) => Kind::DecodeInPlace,
             Some(StepKind::CoExecuted) | None => Kind::Decode,
         };
-        let Engine { backend, model, batch, programs, input, elastic, drawer, .. } = self;
-        let recorded = programs.get(kind, sequences.len(), &**backend, &**model, batch)?;
+        let Engine { backend, model, decode_batch, programs, input, elastic, .. } = self;
+        let recorded = programs.get(kind, sequences.len(), &**backend, &**model, decode_batch)?;
         let shared = || sequences.iter().map(|sequence| &**sequence);
         input.put_rows(&recorded.batch, shared(), 1);
         input.put_logit_rows(&recorded.batch, 0..recorded.batch.n_rows);
@@ -334,9 +471,7 @@ impl Engine {
             let ids = bytemuck::cast_slice(recorded.program.output(output::EXPERT_IDS));
             settle(serving.end_in_place(ids), elastic)?;
         }
-        for (row, (drawn, sequence)) in drawn.iter_mut().zip(shared()).enumerate() {
-            *drawn = drawer.draw(&**backend, recorded, row, sequence)?;
-        }
+        self.drawn_from = (kind, sequences.len());
         sequences.iter_mut().for_each(|sequence| sequence.advance(1));
         Ok(())
     }
@@ -462,6 +597,8 @@ impl Engine {
         if let Some(&id) = sequence.pending()[..n].iter().find(|id| **id as usize >= vocab) {
             return Err(EngineError::Token { id, vocab });
         }
+        let missing = n_tokens.div_ceil(PAGE_TOKENS).saturating_sub(sequence.pages.len());
+        self.prefixes.evict(missing.saturating_sub(self.pool.n_free()), &mut self.pool);
         if !self.pool.grow(&mut sequence.pages, n_tokens) {
             return Err(EngineError::CacheFull);
         }
@@ -484,10 +621,10 @@ fn replay(
     settle(done, elastic)
 }
 
-fn settle<E: Into<EngineError>>(
-    done: Result<(), E>,
+fn settle<T, E: Into<EngineError>>(
+    done: Result<T, E>,
     elastic: &mut Option<Box<Elastic>>,
-) -> Result<(), EngineError> {
+) -> Result<T, EngineError> {
     if let (Err(_), Some(elastic)) = (&done, elastic) {
         elastic.forget()?;
     }

@@ -312,6 +312,11 @@ impl Elastic {
         Ok(())
     }
 
+    /// Leaves a prefill between two of its layers.
+    pub fn abandon(&mut self) {
+        self.stream.reset();
+    }
+
     /// Computes the experts of one layer of a prefill.
     ///
     /// # Errors

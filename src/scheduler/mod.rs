@@ -1,7 +1,11 @@
 //! Many requests on one engine: what a client asks for and what it gets, in tokens. No text, no protocol, no device.
 
+mod batching;
 mod request;
+mod row_draw;
 
+pub use batching::{Scheduler, SchedulerOptions};
 pub use request::{
-    Constraint, Ended, Event, Events, Logprob, Refusal, Request, Service, Stats, Stop, Token, Usage,
+    Cache, Constraint, Ended, Event, Events, Experts, Logprob, Refusal, Request, Service, Stats, Stop, Token,
+    Usage,
 };

@@ -3,7 +3,7 @@
 
 use tokio::sync::mpsc;
 
-use crate::engine::sampling::SamplingParams;
+use crate::engine::{Division, sampling::SamplingParams};
 
 /// A continuation that somebody wants.
 pub struct Request {
@@ -146,14 +146,44 @@ pub struct Stats {
     pub cached_tokens: u64,
     /// Tokens drawn.
     pub decoded_tokens: u64,
-    /// Pages of the key-value cache.
-    pub kv_pages: usize,
-    /// Of those, held by running requests.
-    pub kv_pages_running: usize,
-    /// Of those, kept for prompts to come.
-    pub kv_pages_cached: usize,
+    /// What the memory holds.
+    pub cache: Cache,
     /// Seconds since it began.
     pub uptime_seconds: f64,
+}
+
+/// What the memory of a service holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
+pub struct Cache {
+    /// Tokens that the key-value cache has room for.
+    pub kv_tokens: usize,
+    /// Of those, held by running requests.
+    pub kv_tokens_running: usize,
+    /// Of those, kept for prompts to come.
+    pub kv_tokens_kept: usize,
+    /// Experts, where they are behind a cache.
+    pub experts: Option<Experts>,
+}
+
+/// Experts behind a cache: places now, and sums since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
+pub struct Experts {
+    /// Places on the device.
+    pub n_slots: usize,
+    /// Experts of all layers.
+    pub n_experts: usize,
+    /// Bytes of one.
+    pub record_bytes: u64,
+    /// Routed experts of decode steps that had a place.
+    pub hits: u64,
+    /// That were brought to one.
+    pub fetched: u64,
+    /// That the device read in host memory.
+    pub in_place: u64,
+    /// That the host computed.
+    pub on_host: u64,
+    /// That came over the link for prompts.
+    pub streamed: u64,
 }
 
 /// Something that answers requests.
@@ -169,4 +199,10 @@ pub trait Service: Send + Sync {
 
     /// What it did and does.
     fn stats(&self) -> Stats;
+
+    /// Divides the memory anew, between two steps. What it holds then.
+    ///
+    /// # Errors
+    /// What would fit, in words; nothing has changed.
+    fn divide(&self, division: Division) -> Result<Cache, String>;
 }

@@ -13,7 +13,7 @@ use freetoken_backend::Backend;
 use super::{
     BenchArgs, median,
     steps::{decode_seconds, prefill_runs},
-    subject::{Source, Subject, WARM_UP, options},
+    subject::{Source, Subject, options},
     table::{Cell, Column, Table, column},
 };
 use crate::{
@@ -61,7 +61,7 @@ struct Resident {
 /// Measures everything that is asked for; gives the subject's name too.
 pub(super) fn run(args: &BenchArgs, backend: &Arc<dyn Backend>) -> Result<(String, Table)> {
     let depth = args.depth.iter().copied().max().unwrap_or(0) as usize;
-    let deepest = depth + ROUNDS * MODES.len() * (args.decode as usize + WARM_UP);
+    let deepest = depth + ROUNDS * MODES.len() * 2 * args.decode as usize;
     let source = Source::open(args)?;
     let base = options(args, deepest);
     let resident = {
@@ -182,7 +182,7 @@ fn decode(subject: &mut Subject, args: &BenchArgs, cell: &DecodeCell, table: &mu
                 *turns = None;
                 continue;
             }
-            (0..WARM_UP).try_for_each(|_| subject.decode(&mut sequences))?;
+            (0..n_steps).try_for_each(|_| subject.decode(&mut sequences))?;
             let before = elastic(subject).counters().decode;
             measured.seconds.push(decode_seconds(subject, &mut sequences, n_steps)?);
             let sums = elastic(subject).counters().decode.since(&before);

@@ -1,0 +1,223 @@
+//! Many requests on one engine: each gets what it would get alone, and nothing of it stays behind.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use freetoken::{
+    engine::{Division, EngineOptions, sampling::SamplingParams},
+    model_files::ModelFiles,
+    moe::{CacheSize, ElasticOptions},
+    scheduler::{Ended, Event, Events, Refusal, Request, Scheduler, SchedulerOptions, Service, Stop, Usage},
+};
+use freetoken_backend::{PAGE_TOKENS, Precision};
+use freetoken_cpu::{Cpu, CpuOptions};
+
+fn cpu() -> Arc<Cpu> {
+    Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap())
+}
+
+fn scheduler_with(options: &EngineOptions, max_running: usize, max_waiting: usize) -> Scheduler {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
+    let engine = ModelFiles::open(Some(&demo)).unwrap().engine(cpu(), options, &mut |_| ()).unwrap();
+    Scheduler::start(engine, SchedulerOptions { max_running, max_waiting }).unwrap()
+}
+
+fn scheduler(context: usize, max_sequences: usize, max_running: usize) -> Scheduler {
+    let options = EngineOptions { context, max_sequences, ..EngineOptions::default() };
+    scheduler_with(&options, max_running, 64)
+}
+
+fn request(prompt: &[u32], max_tokens: usize) -> Request {
+    Request {
+        prompt: prompt.to_vec(),
+        sampling: SamplingParams::GREEDY,
+        logit_bias: Vec::new(),
+        max_tokens,
+        eos: Vec::new(),
+        logprobs: None,
+        constraint: None,
+        anchors: Vec::new(),
+    }
+}
+
+fn prompt(seed: u32, n: u32) -> Vec<u32> {
+    (0..n).map(|i| (i * 37 + seed * 101) % 8000).collect()
+}
+
+/// All tokens, and how it ended.
+fn answer(mut events: Events) -> (Vec<u32>, Ended) {
+    let mut tokens = Vec::new();
+    loop {
+        match events.blocking_recv().unwrap() {
+            Event::Prefill { .. } => {}
+            Event::Token(token) => tokens.push(token.id),
+            Event::Ended(ended) => return (tokens, ended),
+            Event::Failed(why) => panic!("{why}"),
+        }
+    }
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    for _ in 0..2000 {
+        if is_so() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    panic!("not within ten seconds: {what}");
+}
+
+#[test]
+fn each_request_gets_what_it_gets_alone() {
+    let sampled = SamplingParams {
+        temperature: 0.9,
+        top_p: 0.9,
+        frequency_penalty: 0.5,
+        seed: 7,
+        ..SamplingParams::GREEDY
+    };
+    let make = |i: u32| {
+        let sampling = if i.is_multiple_of(2) { SamplingParams::GREEDY } else { sampled };
+        let logprobs = i.is_multiple_of(3).then_some(2);
+        let n = [200, 17, 1, 90, 33, 64][i as usize];
+        Request { sampling, logprobs, ..request(&prompt(i, n), 12) }
+    };
+    let alone: Vec<_> = (0..6).map(|i| answer(scheduler(512, 1, 1).submit(make(i)).unwrap()).0).collect();
+    let scheduler = scheduler(512, 4, 4);
+    let together: Vec<Events> = (0..6).map(|i| scheduler.submit(make(i)).unwrap()).collect();
+    for (events, alone) in together.into_iter().zip(alone) {
+        let (tokens, ended) = answer(events);
+        assert_eq!((tokens.as_slice(), ended.stop), (alone.as_slice(), Stop::Length));
+        assert_eq!(ended.usage.completion_tokens, 12);
+    }
+    let stats = scheduler.stats();
+    assert_eq!((stats.n_ended, stats.n_running, stats.n_waiting, stats.decoded_tokens), (6, 0, 0, 72));
+    assert_eq!(stats.cache.kv_tokens_running, 0);
+}
+
+#[test]
+fn a_common_beginning_is_computed_once() {
+    let scheduler = scheduler(512, 2, 2);
+    let first = prompt(1, 100);
+    let (tokens, ended) = answer(scheduler.submit(request(&first, 30)).unwrap());
+    assert_eq!(ended.usage, Usage { prompt_tokens: 100, cached_tokens: 0, completion_tokens: 30 });
+    let again = answer(scheduler.submit(request(&first, 30)).unwrap());
+    assert_eq!((&again.0, again.1.usage.cached_tokens), (&tokens, 96));
+    // The next turn: the answer is part of the prompt, and was computed as it was drawn.
+    let turn: Vec<u32> = first.iter().chain(&tokens).copied().chain(prompt(9, 20)).collect();
+    let (continued, ended) = answer(scheduler.submit(request(&turn, 8)).unwrap());
+    assert_eq!(ended.usage.cached_tokens, 128);
+    // Another beginning, then another end.
+    let mut other = turn.clone();
+    other[50] += 1;
+    assert_eq!(answer(scheduler.submit(request(&other, 2)).unwrap()).1.usage.cached_tokens, 48);
+    let fresh = self::scheduler(512, 1, 1);
+    assert_eq!(answer(fresh.submit(request(&turn, 8)).unwrap()).0, continued);
+}
+
+#[test]
+fn a_client_that_leaves_frees_its_pages_wherever_it_was() {
+    let scheduler = scheduler(512, 2, 1);
+    let mut decoding = scheduler.submit(request(&prompt(1, 40), 400)).unwrap();
+    while !matches!(decoding.blocking_recv().unwrap(), Event::Token(_)) {}
+    let waiting = scheduler.submit(request(&prompt(2, 40), 400)).unwrap();
+    until("it waits", || scheduler.stats().n_waiting == 1);
+    drop(waiting);
+    until("the queue is empty", || scheduler.stats().n_waiting == 0);
+    drop(decoding);
+    until("nothing runs", || scheduler.stats().n_running == 0);
+    let mut reading = scheduler.submit(request(&prompt(3, 500), 4)).unwrap();
+    assert!(matches!(reading.blocking_recv().unwrap(), Event::Prefill { n_computed: 0, .. }));
+    drop(reading);
+    until("nothing runs", || scheduler.stats().n_ended == 3);
+    let stats = scheduler.stats();
+    assert_eq!((stats.n_cancelled, stats.cache.kv_tokens_running), (3, 0));
+    assert_eq!(answer(scheduler.submit(request(&prompt(4, 400), 3)).unwrap()).0.len(), 3);
+}
+
+#[test]
+fn where_room_runs_out_the_youngest_waits_and_all_texts_are_the_same() {
+    let requests = || (0..4).map(|i| request(&prompt(i, 60), 150));
+    let alone: Vec<_> =
+        requests().map(|request| answer(scheduler(256, 1, 1).submit(request).unwrap()).0).collect();
+    // 32 pages, and 4 x 14 are wanted.
+    let scheduler = scheduler(256, 2, 4);
+    let together: Vec<Events> = requests().map(|request| scheduler.submit(request).unwrap()).collect();
+    until("all run at first", || scheduler.stats().n_running == 4);
+    for (events, alone) in together.into_iter().zip(alone) {
+        let (tokens, ended) = answer(events);
+        assert_eq!(tokens, alone);
+        assert_eq!(ended.usage, Usage { prompt_tokens: 60, cached_tokens: 0, completion_tokens: 150 });
+    }
+    assert_eq!(scheduler.stats().cache.kv_tokens_running, 0);
+}
+
+#[test]
+fn others_decode_while_a_long_prompt_is_read() {
+    let scheduler = scheduler(1024, 2, 2);
+    let mut decoding = scheduler.submit(request(&prompt(1, 20), 1000)).unwrap();
+    while !matches!(decoding.blocking_recv().unwrap(), Event::Token(_)) {}
+    let mut reading = scheduler.submit(request(&prompt(2, 1000), 1)).unwrap();
+    let mut n_pieces = 0;
+    while let Some(Event::Prefill { .. }) = reading.blocking_recv() {
+        n_pieces += 1;
+    }
+    let mut n_between = 0;
+    while let Ok(event) = decoding.try_recv() {
+        n_between += usize::from(matches!(event, Event::Token(_)));
+    }
+    assert!(n_pieces > 4, "{n_pieces} pieces");
+    assert!(n_between + 2 >= n_pieces, "{n_between} tokens beside {n_pieces} pieces of the prompt");
+}
+
+#[test]
+fn a_full_queue_and_a_prompt_without_room_are_refused() {
+    let options = EngineOptions { context: 128, ..EngineOptions::default() };
+    let scheduler = scheduler_with(&options, 1, 1);
+    let too_long = scheduler.submit(request(&prompt(1, 128), 1)).err();
+    assert_eq!(too_long, Some(Refusal::TooLong { n_tokens: 128, context: 128 }));
+    let _running = scheduler.submit(request(&prompt(1, 20), 100)).unwrap();
+    until("it runs", || scheduler.stats().n_running == 1);
+    let _waiting = scheduler.submit(request(&prompt(2, 20), 100)).unwrap();
+    let full = scheduler.submit(request(&prompt(3, 20), 100)).err();
+    assert!(matches!(full, Some(Refusal::Full { n_waiting: 1, .. })), "{full:?}");
+}
+
+#[test]
+fn a_token_that_ends_the_answer_is_the_last_one() {
+    let scheduler = scheduler(256, 1, 1);
+    let (tokens, _) = answer(scheduler.submit(request(&prompt(1, 30), 20)).unwrap());
+    let first = tokens.iter().position(|&token| token == tokens[7]).unwrap();
+    let ends = Request { eos: vec![tokens[7]], ..request(&prompt(1, 30), 20) };
+    let (cut, ended) = answer(scheduler.submit(ends).unwrap());
+    assert_eq!((cut.as_slice(), ended.stop), (&tokens[..=first], Stop::Eos));
+}
+
+#[test]
+fn memory_is_divided_anew_while_requests_run_and_no_text_changes() {
+    let elastic = ElasticOptions { host: Some(cpu()), in_place: false, ..ElasticOptions::default() };
+    let options = EngineOptions {
+        context: 512,
+        max_sequences: 2,
+        expert_cache: Some(CacheSize::Percent(40.0)),
+        elastic,
+        ..EngineOptions::default()
+    };
+    let run = |divide: bool| {
+        let scheduler = scheduler_with(&options, 2, 8);
+        let both = [(1, 150), (2, 300)].map(|(i, n)| scheduler.submit(request(&prompt(i, n), 60)).unwrap());
+        if divide {
+            for (slots, kv_tokens) in [(8, 1024), (30, 768), (16, 1024)] {
+                std::thread::sleep(Duration::from_millis(40));
+                let division = Division { expert_slots: Some(slots), kv_tokens: Some(kv_tokens) };
+                let cache = scheduler.divide(division).unwrap();
+                assert_eq!((cache.experts.unwrap().n_slots, cache.kv_tokens), (slots, kv_tokens));
+            }
+            let little = Division { expert_slots: None, kv_tokens: Some(PAGE_TOKENS) };
+            assert!(scheduler.divide(little).unwrap_err().contains("running sequences"));
+        }
+        both.map(|events| answer(events).0)
+    };
+    assert_eq!(run(true), run(false));
+}
