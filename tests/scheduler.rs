@@ -23,8 +23,14 @@ fn scheduler_with(options: &EngineOptions, max_running: usize, max_waiting: usiz
     Scheduler::start(engine, SchedulerOptions { max_running, max_waiting }).unwrap()
 }
 
-fn scheduler(context: usize, max_sequences: usize, max_running: usize) -> Scheduler {
-    let options = EngineOptions { context, max_sequences, ..EngineOptions::default() };
+/// With room for so many full sequences.
+fn scheduler(context: usize, n_sequences: usize, max_running: usize) -> Scheduler {
+    let options = EngineOptions {
+        context,
+        max_sequences: max_running,
+        kv_tokens: Some(n_sequences * context),
+        ..EngineOptions::default()
+    };
     scheduler_with(&options, max_running, 64)
 }
 

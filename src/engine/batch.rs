@@ -56,7 +56,9 @@ impl Limits {
         streamed: bool,
     ) -> Self {
         let max_sequences = options.max_sequences.clamp(1, MAX_SEQUENCES);
-        let n_pages = 1 + max_sequences * context.div_ceil(PAGE_TOKENS);
+        let of_one = context.div_ceil(PAGE_TOKENS);
+        let of_all = options.kv_tokens.map_or(max_sequences * of_one, |n| n.div_ceil(PAGE_TOKENS));
+        let n_pages = 1 + of_all.max(of_one);
         let rows = |n: usize| n.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
         if streamed {
             let row = Limits::of_rows(1);

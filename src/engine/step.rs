@@ -32,6 +32,9 @@ pub struct EngineOptions {
     pub context: usize,
     /// Sequences that are in the cache at a time, at most 16.
     pub max_sequences: usize,
+    /// Tokens that the key-value cache holds, of all sequences together and never less than one of them may have; as many as all
+    /// may have by default.
+    pub kv_tokens: Option<usize>,
     /// Rows of a prefill step; as many as keep the device busy by default.
     pub max_chunk: Option<usize>,
     /// Bytes of device memory that all of it may take; what is free by default.
@@ -47,6 +50,7 @@ impl Default for EngineOptions {
         EngineOptions {
             context: 4096,
             max_sequences: 1,
+            kv_tokens: None,
             max_chunk: None,
             vram: None,
             expert_cache: None,
