@@ -230,6 +230,7 @@ impl SelfAttention {
             q: b.q.clone(),
             kv: b.kv[layer].clone(),
             qkv: b.qkv.clone(),
+            gated: false,
             q_norm: self.q_norm.clone(),
             k_norm: self.k_norm.clone(),
             rotary: b.rotary.clone(),
@@ -252,6 +253,7 @@ impl SelfAttention {
             block_table: b.block_table.clone(),
             sequences: b.sequences.clone(),
             positions: b.positions.clone(),
+            gate: None,
             p: AttentionParams {
                 n_rows,
                 n_sequences: b.n_sequences as u32,
@@ -398,6 +400,7 @@ impl SparseMoe {
             norm: self.post_attention_layernorm.clone(),
             router: self.gate.clone(),
             sequences: b.sequences.clone(),
+            shared_gate: None,
             p: RouteParams {
                 n_rows: b.n_rows as u32,
                 hidden,
@@ -428,8 +431,8 @@ impl SparseMoe {
                 },
             };
             let x = part(&b.x, s.hidden);
-            let combine =
-                Combine { x, parts: b.parts.clone(), ids, p: CombineParams { n_rows, top_k, hidden } };
+            let p = CombineParams { n_rows, top_k, hidden };
+            let combine = Combine { x, parts: b.parts.clone(), ids, shared: None, p };
             stages.extend([Stage::Route(RoutePoint { mlp }), Stage::Ops(vec![combine.into()])]);
         }
         stages
