@@ -11,6 +11,7 @@ mod layered;
 mod programs;
 pub mod sampling;
 mod sequence;
+mod state;
 mod step;
 
 pub use batch::Batch;
@@ -18,4 +19,5 @@ pub use division::Division;
 pub use error::EngineError;
 pub use kv::BlockPool;
 pub use sequence::Sequence;
+pub use state::{RecurrentState, StateSnapshot};
 pub use step::{Engine, EngineOptions, Trace, step_bytes};

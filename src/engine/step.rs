@@ -18,6 +18,7 @@ use super::{
     input::StepInput,
     layered::Layered,
     programs::{self, Kind, Programs, output},
+    state::StatePool,
 };
 use crate::{
     models::{LoadedExperts, Model, Sizes},
@@ -89,6 +90,7 @@ pub struct Engine {
     /// The buffers of the largest bucket.
     pub(super) batch: Batch,
     pub(super) pool: BlockPool,
+    pub(super) states: StatePool,
     pub(super) limits: Limits,
     pub(super) programs: Programs,
     /// Prefill steps by bucket, where experts are streamed.
@@ -156,6 +158,7 @@ impl Engine {
         batch.reads_in_place = plan == ExpertPlan::InPlace;
         let mut engine = Engine {
             pool: BlockPool::new(limits.n_pages),
+            states: StatePool::new(limits.n_states),
             programs: Programs::default(),
             layered: HashMap::new(),
             elastic,
@@ -212,15 +215,21 @@ impl Engine {
         programs::stages(Kind::Decode, &*self.model, &batch)
     }
 
-    /// Gives a sequence's pages back.
+    /// Gives a sequence's pages and its state back.
     pub fn release(&mut self, sequence: &mut Sequence) {
         self.pool.shrink(&mut sequence.pages, 0);
+        self.states.give_back(sequence.state.take());
     }
 
     /// Begins a sequence anew with another prompt. What is computed of a common beginning is kept, so that the next turn of a
-    /// conversation computes only what is new; penalties see all of it as prompt.
+    /// conversation computes only what is new; penalties see all of it as prompt. A recurrent model keeps all that is computed, or
+    /// where the prompt does not go on from there, nothing.
     pub fn rebase(&mut self, sequence: &mut Sequence, prompt: &[u32]) {
+        let n_before = sequence.n_computed();
         sequence.rebase(prompt);
+        if self.is_recurrent() && sequence.n_computed() < n_before {
+            sequence.resume_at(0);
+        }
         let n_computed = sequence.n_computed();
         self.pool.shrink(&mut sequence.pages, n_computed);
     }
@@ -262,8 +271,19 @@ impl Engine {
     /// Computes the next `n` pending tokens of a sequence.
     ///
     /// # Errors
-    /// [`EngineError`]; nothing was computed.
+    /// [`EngineError`]; nothing was computed, and of a recurrent model's sequence nothing is left after a step that failed.
     pub fn compute(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
+        self.make_room(sequence, n)?;
+        if let Err(error) = self.compute_rows(sequence, n) {
+            self.distrust(sequence);
+            return Err(error);
+        }
+        self.advance(sequence, n);
+        Ok(())
+    }
+
+    /// The same for a sequence that has the room.
+    fn compute_rows(&mut self, sequence: &Sequence, n: usize) -> Result<(), EngineError> {
         let most =
             if self.elastic().is_some_and(Elastic::host_shares) { MOST_ROUTED_ROWS } else { MAX_SEQUENCES };
         if self.elastic().is_some_and(|elastic| n > most || !elastic.serves(n)) {
@@ -271,22 +291,18 @@ impl Engine {
             let Engine { backend, layered, elastic, .. } = self;
             let (layered, serving) =
                 layered.get_mut(&bucket).zip(elastic.as_deref_mut()).expect("made for it");
-            settle(layered.run(&**backend, serving), elastic)?;
+            settle(layered.run(&**backend, serving), elastic)
         } else {
-            self.make_room(sequence, n)?;
             let Engine { backend, model, batch, programs, input, elastic, .. } = self;
             let recorded = programs.get(Kind::Prefill, n, &**backend, &**model, batch)?;
-            input.put_rows(&recorded.batch, once(&*sequence), n);
+            input.put_rows(&recorded.batch, once(sequence), n);
             backend.write(&recorded.batch.input, input.rows(&recorded.batch))?;
-            replay(Kind::Prefill, &mut *recorded.program, elastic)?;
+            replay(Kind::Prefill, &mut *recorded.program, elastic)
         }
-        self.advance(sequence, n);
-        Ok(())
     }
 
-    /// Makes room for the next `n` tokens, writes the input of the step that streams experts to them, and gives its bucket.
-    fn layered_input(&mut self, sequence: &mut Sequence, n: usize) -> Result<usize, EngineError> {
-        self.make_room(sequence, n)?;
+    /// Writes the next `n` tokens as the input of the step that streams experts to them, and gives its bucket.
+    fn layered_input(&mut self, sequence: &Sequence, n: usize) -> Result<usize, EngineError> {
         let bucket = n.next_power_of_two();
         let Engine { backend, model, batch, layered, elastic, input, .. } = self;
         let recorded = match layered.entry(bucket) {
@@ -299,7 +315,7 @@ impl Engine {
             }
         };
         let batch = &recorded.batch;
-        input.put_rows(batch, once(&*sequence), n);
+        input.put_rows(batch, once(sequence), n);
         backend.write(&batch.input, input.rows(batch))?;
         Ok(bucket)
     }
@@ -312,13 +328,23 @@ impl Engine {
     /// Computes the one pending token of each sequence and draws the next ones, which are not appended.
     ///
     /// # Errors
-    /// [`EngineError`]; nothing was computed.
+    /// [`EngineError`]; nothing was computed, and of a recurrent model's sequences nothing is left after a step that failed.
     pub fn decode(&mut self, sequences: &mut [&mut Sequence], drawn: &mut [u32]) -> Result<(), EngineError> {
         for sequence in sequences.iter_mut() {
             assert_eq!(sequence.pending().len(), 1, "decode computes one token a sequence");
             self.make_room(sequence, 1)?;
         }
         assert!(sequences.len() <= MAX_SEQUENCES, "as many sequences as a step takes");
+        if let Err(error) = self.decode_rows(sequences, drawn) {
+            sequences.iter_mut().for_each(|sequence| self.distrust(sequence));
+            return Err(error);
+        }
+        sequences.iter_mut().for_each(|sequence| sequence.advance(1));
+        Ok(())
+    }
+
+    /// The same for sequences that have the room.
+    fn decode_rows(&mut self, sequences: &[&mut Sequence], drawn: &mut [u32]) -> Result<(), EngineError> {
         let kind = match self.elastic.as_deref().map(Elastic::next_step) {
             Some(StepKind::InPlace) => Kind::DecodeInPlace,
             Some(StepKind::CoExecuted) | None => Kind::Decode,
@@ -337,7 +363,6 @@ impl Engine {
         for (row, (drawn, sequence)) in drawn.iter_mut().zip(shared()).enumerate() {
             *drawn = drawer.draw(&**backend, recorded, row, sequence)?;
         }
-        sequences.iter_mut().for_each(|sequence| sequence.advance(1));
         Ok(())
     }
 
@@ -388,8 +413,12 @@ impl Engine {
         let mut left = n;
         while left > 0 {
             let rows = left.min(self.batch.n_rows);
+            self.make_room(sequence, rows)?;
             let traced = self.trace_rows(sequence, rows, &mut trace);
-            settle(traced, &mut self.elastic)?;
+            if let Err(error) = settle(traced, &mut self.elastic) {
+                self.distrust(sequence);
+                return Err(error);
+            }
             self.advance(sequence, rows);
             left -= rows;
         }
@@ -397,21 +426,15 @@ impl Engine {
     }
 
     /// The same for rows of one step.
-    fn trace_rows(
-        &mut self,
-        sequence: &mut Sequence,
-        n: usize,
-        trace: &mut Trace,
-    ) -> Result<(), EngineError> {
+    fn trace_rows(&mut self, sequence: &Sequence, n: usize, trace: &mut Trace) -> Result<(), EngineError> {
         let batch = match &self.elastic {
             Some(_) => {
                 let bucket = self.layered_input(sequence, n)?;
                 self.layered[&bucket].batch.clone()
             }
             None => {
-                self.make_room(sequence, n)?;
                 let batch = self.batch.bucket(n.next_power_of_two());
-                self.input.put_rows(&batch, once(&*sequence), n);
+                self.input.put_rows(&batch, once(sequence), n);
                 self.backend.write(&batch.input, self.input.rows(&batch))?;
                 batch
             }
@@ -452,7 +475,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes pages for the next `n` tokens and refuses tokens that the model does not have.
+    /// Takes pages for the next `n` tokens and a place for the state, and refuses tokens that the model does not have.
     fn make_room(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
         let n_tokens = sequence.n_computed() + n;
         if n_tokens > self.limits.context {
@@ -465,7 +488,7 @@ impl Engine {
         if !self.pool.grow(&mut sequence.pages, n_tokens) {
             return Err(EngineError::CacheFull);
         }
-        Ok(())
+        self.take_state(sequence)
     }
 }
 
