@@ -18,8 +18,12 @@ fn cpu() -> Arc<Cpu> {
 }
 
 fn scheduler_with(options: &EngineOptions, max_running: usize, max_waiting: usize) -> Scheduler {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
-    let engine = ModelFiles::open(Some(&demo)).unwrap().engine(cpu(), options, &mut |_| ()).unwrap();
+    scheduler_of("models/demo", options, max_running, max_waiting)
+}
+
+fn scheduler_of(model: &str, options: &EngineOptions, max_running: usize, max_waiting: usize) -> Scheduler {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join(model);
+    let engine = ModelFiles::open(Some(&model)).unwrap().engine(cpu(), options, &mut |_| ()).unwrap();
     Scheduler::start(engine, SchedulerOptions { max_running, max_waiting }).unwrap()
 }
 
@@ -113,7 +117,7 @@ fn a_common_beginning_is_computed_once() {
     // The next turn: the answer is part of the prompt, and was computed as it was drawn.
     let turn: Vec<u32> = first.iter().chain(&tokens).copied().chain(prompt(9, 20)).collect();
     let (continued, ended) = answer(scheduler.submit(request(&turn, 8)).unwrap());
-    assert_eq!(ended.usage.cached_tokens, 128);
+    assert_eq!(ended.usage.cached_tokens, 129);
     // Another beginning, then another end.
     let mut other = turn.clone();
     other[50] += 1;
@@ -226,4 +230,39 @@ fn memory_is_divided_anew_while_requests_run_and_no_text_changes() {
         both.map(|events| answer(events).0)
     };
     assert_eq!(run(true), run(false));
+}
+
+#[test]
+fn a_recurrent_model_goes_on_from_the_states_that_were_kept() {
+    let options = EngineOptions { context: 512, max_sequences: 2, ..EngineOptions::default() };
+    let start = || scheduler_of("tests/golden/qwen3_5_moe-f32", &options, 2, 8);
+    let small = |seed: u32, n: u32| -> Vec<u32> { (0..n).map(|i| (i * 37 + seed * 101) % 300).collect() };
+    let anchored =
+        |prompt: &[u32], anchors: &[usize]| Request { anchors: anchors.to_vec(), ..request(prompt, 10) };
+    let fresh = |prompt: &[u32]| answer(start().submit(request(prompt, 10)).unwrap()).0;
+    let scheduler = start();
+    let system = small(1, 50);
+    let first: Vec<u32> = system.iter().copied().chain(small(2, 60)).collect();
+    let (tokens, ended) = answer(scheduler.submit(anchored(&first, &[50])).unwrap());
+    assert_eq!((&tokens, ended.usage.cached_tokens), (&fresh(&first), 0));
+    // The next turn goes on from the very end.
+    let turn: Vec<u32> = first.iter().chain(&tokens).copied().chain(small(3, 20)).collect();
+    let (continued, ended) = answer(scheduler.submit(anchored(&turn, &[50, 120])).unwrap());
+    assert_eq!((&continued, ended.usage.cached_tokens), (&fresh(&turn), first.len() + 9));
+    // An edited end, from the end of the prompt before it; another conversation, from the end of what both begin with.
+    let mut edited = turn.clone();
+    edited[112] += 1;
+    let (text, ended) = answer(scheduler.submit(anchored(&edited, &[50, 120])).unwrap());
+    assert_eq!((&text, ended.usage.cached_tokens), (&fresh(&edited), 96));
+    let other: Vec<u32> = system.iter().copied().chain(small(9, 40)).collect();
+    let (text, ended) = answer(scheduler.submit(anchored(&other, &[50])).unwrap());
+    assert_eq!((&text, ended.usage.cached_tokens), (&fresh(&other), 48));
+    // Two at once under the same beginning.
+    let both =
+        [small(11, 30), small(12, 30)].map(|end| system.iter().copied().chain(end).collect::<Vec<u32>>());
+    let events = both.each_ref().map(|prompt| scheduler.submit(request(prompt, 10)).unwrap());
+    for (events, prompt) in events.into_iter().zip(&both) {
+        let (text, ended) = answer(events);
+        assert_eq!((&text, ended.usage.cached_tokens), (&fresh(prompt), 48));
+    }
 }

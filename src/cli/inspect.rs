@@ -153,7 +153,7 @@ struct Room {
 impl Room {
     fn new(weight_bytes: u64, sizes: &Sizes, free_bytes: Option<u64>) -> Self {
         let page = KvCache::page_bytes(Format::Bf16, sizes.n_kv_heads, sizes.head_dim);
-        let kv_token_bytes = (page / PAGE_TOKENS * sizes.n_layers) as u64;
+        let kv_token_bytes = (page / PAGE_TOKENS * sizes.n_kv_layers()) as u64;
         Room { weight_bytes, kv_token_bytes, context: sizes.max_positions as u64, free_bytes }
     }
 

@@ -2,10 +2,11 @@
 //! every step lies in one buffer, so that it is one write.
 
 use freetoken_backend::{
-    Backend, Caps, Experts, Format, KvCache, LogitEdit, MAX_TOP_LOGITS, PAGE_TOKENS, Precision, Result, View,
+    Backend, Caps, Experts, Format, KvCache, LogitEdit, MAX_TOP_LOGITS, PAGE_TOKENS, Precision, Result, Span,
+    View,
 };
 
-use super::EngineOptions;
+use super::{EngineOptions, state::RecurrentState};
 use crate::models::{Model, Sizes};
 
 /// Sections of the input buffer start at a multiple of this many bytes, which every device can bind at.
@@ -28,6 +29,8 @@ pub(super) struct Limits {
     pub(super) n_pages: usize,
     /// Whether decode steps have buffers of their own, since a prompt may be half way through the layers.
     pub(super) decodes_apart: bool,
+    /// Places for recurrent states, where a model has any.
+    pub(super) n_states: usize,
 }
 
 /// Share of the memory that there is for it that the experts' rows of a prefill step may take.
@@ -43,7 +46,7 @@ const STREAMED_ROWS: [usize; 2] = [1024, 16_384];
 impl Limits {
     /// So many rows, and no cache.
     fn of_rows(max_rows: usize) -> Self {
-        Limits { max_rows, tile_rows: max_rows, context: 0, n_pages: 0, decodes_apart: false }
+        Limits { max_rows, tile_rows: max_rows, context: 0, n_pages: 0, n_states: 0, decodes_apart: false }
     }
 
     /// For sequences of `context` tokens. `memory`: what the device has for all of it, where that is known.
@@ -59,10 +62,11 @@ impl Limits {
         let of_one = context.div_ceil(PAGE_TOKENS);
         let of_all = options.kv_tokens.map_or(max_sequences * of_one, |n| n.div_ceil(PAGE_TOKENS));
         let n_pages = 1 + of_all.max(of_one);
+        let n_states = sizes.recurrent.map_or(0, |_| max_sequences);
         let rows = |n: usize| n.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
         if streamed {
             let row = Limits::of_rows(1);
-            let row_bytes = activations(sizes, &row)[..9].iter().sum::<usize>() as u64 * 4;
+            let row_bytes = activations(sizes, &row)[..N_ROW_ACTIVATIONS].iter().sum::<usize>() as u64 * 4;
             let [unknown, most] = STREAMED_ROWS;
             let fits = memory.map_or(unknown, |memory| {
                 usize::try_from(memory / STREAMED_SHARE / row_bytes.max(1)).unwrap_or(most)
@@ -71,7 +75,7 @@ impl Limits {
                 caps.max_binding_bytes / (sizes.hidden * sizes.moe.map_or(1, |moe| moe.top_k) * 4).max(1);
             let fits = 1 << fits.min(bound).clamp(MAX_SEQUENCES, most).ilog2();
             let max_rows = rows(options.max_chunk.unwrap_or(context)).min(fits);
-            return Limits { context, n_pages, decodes_apart: true, ..Limits::of_rows(max_rows) };
+            return Limits { context, n_pages, n_states, decodes_apart: true, ..Limits::of_rows(max_rows) };
         }
         let max_rows = rows(options.max_chunk.unwrap_or(caps.prefill_rows.min(context)));
         // All where memory is plentiful, since each tile reads its experts again.
@@ -79,7 +83,8 @@ impl Limits {
         let share = caps.total_bytes.map_or(DEFAULT_PARTS_BYTES, |total| total / PARTS_SHARE);
         let most = usize::try_from(share).unwrap_or(usize::MAX).min(caps.max_binding_bytes);
         let fits = (most / row_bytes.max(1)).clamp(1, max_rows);
-        Limits { max_rows, tile_rows: 1 << fits.ilog2(), context, n_pages, decodes_apart: false }
+        let tile_rows = 1 << fits.ilog2();
+        Limits { max_rows, tile_rows, context, n_pages, n_states, decodes_apart: false }
     }
 }
 
@@ -104,6 +109,8 @@ pub struct Batch {
     pub kv_slots: View,
     /// i32 `[n_sequences, max_pages]`
     pub block_table: View,
+    /// [`Span`] `[n_sequences]`
+    pub spans: View,
     /// i32 `[n_sequences]`: rows of `x`
     pub logit_rows: View,
     /// f32 `[n_sequences]`
@@ -112,16 +119,22 @@ pub struct Batch {
     pub edits: View,
     /// f32 `[n_rows, hidden]`: the residual stream.
     pub x: View,
-    /// f32 `[n_rows, (n_heads + 2 n_kv_heads) * head_dim]`
+    /// f32 `[n_rows, qkv_width]`; in a recurrent layer q, k, v, z, b and a.
     pub qkv: View,
-    /// f32 `[n_rows, n_heads * head_dim]`
+    /// f32 `[n_rows, n_heads * head_dim]`; in a recurrent layer what the convolution gives.
     pub q: View,
-    /// f32 `[n_rows, n_heads * head_dim]`
+    /// f32 `[n_rows, n_heads * head_dim]`; in a recurrent layer what the state gives.
     pub attended: View,
+    /// f32 `[n_rows, 2 * n_value_heads]`: b and a of a recurrent layer, where they are a projection of their own.
+    pub ba: View,
     /// f32 `[n_rows, intermediate]`
     pub inner: View,
     /// f32 `[n_rows, hidden]`
     pub normed: View,
+    /// f32 `[n_rows, hidden]`: what the shared expert gives.
+    pub shared: View,
+    /// f32 `[n_rows]`: how much of it a row takes.
+    pub shared_gates: View,
     /// i32 `[n_moe_layers, n_rows, top_k]`, or `[n_rows, top_k]` where layers share it.
     pub expert_ids: View,
     /// Whether each layer overwrites what the one before it chose.
@@ -142,8 +155,12 @@ pub struct Batch {
     pub top_values: View,
     /// f32 `[n_sequences]`
     pub log_sum_exp: View,
-    /// A cache a layer.
+    /// A cache for each layer that keeps keys and values.
     pub kv: Vec<KvCache>,
+    /// A state for each recurrent layer.
+    pub states: Vec<RecurrentState>,
+    /// Places of each state.
+    pub n_states: usize,
     /// Where the experts of each MoE layer are.
     pub experts: Vec<Experts>,
     /// Whether experts without a slot are read where they lie, and nobody is asked about them.
@@ -166,6 +183,7 @@ pub(super) struct InputLayout {
     pub(super) kv_slots: usize,
     pub(super) logit_rows: usize,
     pub(super) inverse_temperatures: usize,
+    pub(super) spans: usize,
     pub(super) block_table: usize,
     pub(super) edits: usize,
     pub(super) bytes: usize,
@@ -187,6 +205,7 @@ impl InputLayout {
             kv_slots: section(n_rows * 4),
             logit_rows: section(n_sequences * 4),
             inverse_temperatures: section(n_sequences * 4),
+            spans: section(n_sequences * size_of::<Span>()),
             block_table: section(n_sequences * max_pages * 4),
             edits: section(MAX_EDITS * size_of::<LogitEdit>()),
             bytes: end,
@@ -202,18 +221,26 @@ pub(super) fn kv_format(precision: Precision) -> Format {
     }
 }
 
+/// Activations that take more memory with more rows.
+const N_ROW_ACTIVATIONS: usize = 12;
+
 /// f32 values that each activation takes, in the order of [`Batch`]'s fields: those with `max_rows` rows, then the rest.
-fn activations(s: &Sizes, limits: &Limits) -> [usize; 13] {
-    let (heads, kv_heads) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
+fn activations(s: &Sizes, limits: &Limits) -> [usize; N_ROW_ACTIVATIONS + 4] {
+    let heads = s.n_heads * s.head_dim;
+    let (channels, values, ba) =
+        s.recurrent.map_or((0, 0, 0), |r| (r.channels(), r.value_width(), 2 * r.n_value_heads));
     let (top_k, n_moe_layers, is_moe) = s.moe.map_or((0, 0, 0), |moe| (moe.top_k, moe.n_layers, 1));
     let n = limits.max_rows;
     [
         n * s.hidden,
-        n * (heads + 2 * kv_heads),
-        n * heads,
-        n * heads,
+        n * s.qkv_width().max(channels + values + ba),
+        n * heads.max(channels),
+        n * heads.max(values),
+        n * ba,
         n * s.intermediate,
         n * s.hidden * is_moe,
+        n * s.hidden * s.shared_expert as usize,
+        n * s.shared_expert as usize,
         n_moe_layers * n * top_k,
         n * top_k,
         limits.tile_rows * top_k * s.hidden,
@@ -225,7 +252,7 @@ fn activations(s: &Sizes, limits: &Limits) -> [usize; 13] {
 }
 
 /// A buffer for each activation.
-fn buffers(backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<[View; 13]> {
+fn buffers(backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<[View; N_ROW_ACTIVATIONS + 4]> {
     let mut buffers = Vec::new();
     for values in activations(s, limits) {
         buffers.push(backend.alloc(values * 4)?.whole());
@@ -233,14 +260,15 @@ fn buffers(backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<[View; 1
     Ok(buffers.try_into().expect("a buffer for each activation"))
 }
 
-/// Bytes that a batch, its caches included, will take on a device; at most, where a model rotates part of a head.
+/// Bytes that a batch, its caches and states included, will take on a device; at most, where a model rotates part of a head.
 pub(super) fn bytes(s: &Sizes, limits: &Limits, precision: Precision) -> u64 {
     let page = KvCache::page_bytes(kv_format(precision), s.n_kv_heads, s.head_dim) as u64;
-    let kv = page * limits.n_pages as u64 * s.n_layers as u64;
+    let kv = page * limits.n_pages as u64 * s.n_kv_layers() as u64;
+    let states = s.recurrent.map_or(0, |recurrent| limits.n_states * recurrent.state_bytes()) as u64;
     let apart = limits.decodes_apart.then(|| Limits::of_rows(MAX_SEQUENCES));
     let activations: usize =
         std::iter::once(*limits).chain(apart).flat_map(|limits| activations(s, &limits)).sum();
-    kv + 4 * (activations + limits.context * s.head_dim) as u64
+    kv + states + 4 * (activations + limits.context * s.head_dim) as u64
 }
 
 impl Batch {
@@ -260,10 +288,14 @@ impl Batch {
         let format = kv_format(backend.caps().precision);
         let page_bytes = KvCache::page_bytes(format, s.n_kv_heads, s.head_dim);
         let mut kv = Vec::new();
-        for _ in 0..s.n_layers {
+        for _ in 0..s.n_kv_layers() {
             let view = backend.alloc(limits.n_pages * page_bytes)?.whole();
             kv.push(KvCache { view, format, n_pages: limits.n_pages });
         }
+        let states = match &s.recurrent {
+            Some(recurrent) => RecurrentState::of_layers(backend, recurrent, limits.n_states)?,
+            None => Vec::new(),
+        };
         let table = model.rope().table(limits.context);
         let rotary = backend.alloc(table.len() * 4)?.whole();
         backend.write(&rotary, bytemuck::cast_slice(&table))?;
@@ -272,8 +304,11 @@ impl Batch {
             qkv,
             q,
             attended,
+            ba,
             inner,
             normed,
+            shared,
+            shared_gates,
             expert_ids,
             expert_weights,
             parts,
@@ -291,6 +326,7 @@ impl Batch {
             sequences: input.clone(),
             kv_slots: input.clone(),
             block_table: input.clone(),
+            spans: input.clone(),
             logit_rows: input.clone(),
             inverse_temperatures: input.clone(),
             edits: input.clone(),
@@ -299,8 +335,11 @@ impl Batch {
             qkv,
             q,
             attended,
+            ba,
             inner,
             normed,
+            shared,
+            shared_gates,
             expert_ids,
             shares_ids: false,
             top_k: s.moe.map_or(0, |moe| moe.top_k),
@@ -312,6 +351,8 @@ impl Batch {
             top_values,
             log_sum_exp: lse,
             kv,
+            states,
+            n_states: limits.n_states,
             experts,
             reads_in_place: false,
             rotary,
@@ -328,14 +369,17 @@ impl Batch {
     pub(super) fn beside(&self, backend: &dyn Backend, s: &Sizes) -> Result<Self> {
         let bytes = InputLayout::new(MAX_SEQUENCES, MAX_SEQUENCES, self.max_pages).bytes;
         let input = backend.alloc(bytes)?.whole();
-        let Limits { max_rows: n_rows, tile_rows, .. } = Limits::of_rows(MAX_SEQUENCES);
+        let limits = Limits::of_rows(MAX_SEQUENCES);
         let [
             x,
             qkv,
             q,
             attended,
+            ba,
             inner,
             normed,
+            shared,
+            shared_gates,
             expert_ids,
             expert_weights,
             parts,
@@ -343,17 +387,20 @@ impl Batch {
             top_ids,
             top_values,
             lse,
-        ] = buffers(backend, s, &Limits::of_rows(MAX_SEQUENCES))?;
+        ] = buffers(backend, s, &limits)?;
         let few = Batch {
-            n_rows,
-            tile_rows,
+            n_rows: limits.max_rows,
+            tile_rows: limits.tile_rows,
             input,
             x,
             qkv,
             q,
             attended,
+            ba,
             inner,
             normed,
+            shared,
+            shared_gates,
             expert_ids,
             expert_weights,
             parts,
@@ -363,7 +410,7 @@ impl Batch {
             log_sum_exp: lse,
             ..self.clone()
         };
-        Ok(few.bucket(n_rows))
+        Ok(few.bucket(limits.max_rows))
     }
 
     /// The front of the buffers, for a bucket of `n_rows` rows.
@@ -381,6 +428,7 @@ impl Batch {
             sequences: section(layout.sequences, n_rows * 4),
             kv_slots: section(layout.kv_slots, n_rows * 4),
             block_table: section(layout.block_table, n_sequences * self.max_pages * 4),
+            spans: section(layout.spans, n_sequences * size_of::<Span>()),
             logit_rows: section(layout.logit_rows, n_sequences * 4),
             inverse_temperatures: section(layout.inverse_temperatures, n_sequences * 4),
             edits: section(layout.edits, MAX_EDITS * size_of::<LogitEdit>()),
@@ -421,6 +469,7 @@ mod tests {
             l.kv_slots,
             l.logit_rows,
             l.inverse_temperatures,
+            l.spans,
             l.block_table,
             l.edits,
             l.bytes,
@@ -430,6 +479,7 @@ mod tests {
             l.positions >= 4000
                 && l.bytes - l.edits >= MAX_EDITS * 16
                 && l.edits - l.block_table >= 16 * 77 * 4
+                && l.block_table - l.spans >= 16 * 16
         );
     }
 }

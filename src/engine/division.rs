@@ -48,7 +48,8 @@ impl Engine {
         if let Some(spare) = spare
             && after > before + spare
         {
-            let pages = usize::try_from((before + spare - taken(old_slots, 0)) / page).unwrap_or(usize::MAX);
+            let pages =
+                usize::try_from((before + spare - taken(old_slots, 0)) / page.max(1)).unwrap_or(usize::MAX);
             let left = (before + spare).saturating_sub(n_pages as u64 * page);
             let slots = usize::try_from(left / record.max(1)).unwrap_or(usize::MAX);
             return Err(EngineError::Division {

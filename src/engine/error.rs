@@ -67,6 +67,12 @@ pub enum EngineError {
     /// All pages are taken by other sequences.
     #[error("the key-value cache is full: wait for other sequences to end, or raise --context")]
     CacheFull,
+    /// All places for recurrent states are taken by other sequences.
+    #[error("all {n} sequences that the engine has room for are running: wait for one of them to end")]
+    StatesFull {
+        /// Places.
+        n: usize,
+    },
     /// A token that the model does not have.
     #[error(
         "token id {id} is not below the model's vocabulary of {vocab}: the tokenizer does not belong to this model"

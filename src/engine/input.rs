@@ -1,6 +1,7 @@
 //! The input of a step: what changes from token to token, packed on the host into the sections of one buffer.
 
-use freetoken_backend::{LogitEdit, PAGE_TOKENS};
+use bytemuck::Zeroable;
+use freetoken_backend::{LogitEdit, PAGE_TOKENS, Span};
 
 use super::{Batch, Sequence, batch::MAX_EDITS};
 
@@ -25,8 +26,9 @@ impl StepInput {
         n: usize,
     ) {
         let layout = batch.layout();
-        let mut row = 0;
+        let (mut row, mut n_sequences) = (0, 0);
         for (i, sequence) in sequences.enumerate() {
+            let first = row;
             for (token, position) in sequence.pending()[..n].iter().zip(sequence.n_computed()..) {
                 let page = sequence.pages[position / PAGE_TOKENS];
                 self.words[layout.ids / 4 + row] = *token;
@@ -38,13 +40,30 @@ impl StepInput {
             }
             let table = layout.block_table / 4 + i * batch.max_pages;
             self.words[table..table + sequence.pages.len()].copy_from_slice(&sequence.pages);
+            self.put_span(
+                batch,
+                i,
+                Span {
+                    first: first as i32,
+                    end: row as i32,
+                    slot: sequence.state.map_or(0, |slot| slot as i32),
+                    resumes: (sequence.n_computed() > 0) as i32,
+                },
+            );
+            n_sequences += 1;
         }
+        (n_sequences..batch.n_sequences).for_each(|i| self.put_span(batch, i, Span::zeroed()));
         for row in row..batch.n_rows {
             self.words[layout.ids / 4 + row] = 0;
             self.words[layout.positions / 4 + row] = 0;
             self.words[layout.sequences / 4 + row] = u32::MAX;
             self.words[layout.kv_slots / 4 + row] = (row % PAGE_TOKENS) as u32;
         }
+    }
+
+    fn put_span(&mut self, batch: &Batch, i: usize, span: Span) {
+        let place = batch.layout().spans / 4 + i * size_of::<Span>() / 4;
+        self.words[place..][..4].copy_from_slice(bytemuck::cast_slice(&[span]));
     }
 
     /// The rows of the residual stream whose logits are computed.

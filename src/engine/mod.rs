@@ -12,6 +12,7 @@ mod prefix;
 mod programs;
 pub mod sampling;
 mod sequence;
+mod state;
 mod step;
 
 pub use batch::Batch;
@@ -19,4 +20,5 @@ pub use division::Division;
 pub use error::EngineError;
 pub use kv::BlockPool;
 pub use sequence::Sequence;
+pub use state::{RecurrentState, StateSnapshot};
 pub use step::{Engine, EngineOptions, Trace, step_bytes};

@@ -2,12 +2,14 @@
 
 use super::sampling::{SamplingParams, TokenCounts};
 
-/// A sequence of the engine. It holds pages of the KV cache until it is released.
+/// A sequence of the engine. It holds pages of the KV cache, and a recurrent state where the model has one, until it is released.
 #[derive(Debug)]
 pub struct Sequence {
     tokens: Vec<u32>,
     n_computed: usize,
     pub(super) pages: Vec<u32>,
+    /// Place of its recurrent state.
+    pub(super) state: Option<u32>,
     params: SamplingParams,
     counts: Option<TokenCounts>,
 }
@@ -19,7 +21,7 @@ impl Sequence {
         tokens.extend_from_slice(prompt);
         let counts = prompt_counts(prompt, &params, capacity);
         let pages = Vec::with_capacity(capacity.div_ceil(freetoken_backend::PAGE_TOKENS));
-        Sequence { tokens, n_computed: 0, pages, params, counts }
+        Sequence { tokens, n_computed: 0, pages, state: None, params, counts }
     }
 
     /// All known tokens.
@@ -27,7 +29,7 @@ impl Sequence {
         &self.tokens
     }
 
-    /// Tokens whose keys and values are in the cache.
+    /// Tokens that are computed: their keys and values are in the cache, and the state stands behind them.
     pub fn n_computed(&self) -> usize {
         self.n_computed
     }
@@ -63,6 +65,12 @@ impl Sequence {
         self.tokens.clear();
         self.tokens.extend_from_slice(prompt);
         self.counts = prompt_counts(prompt, &self.params, self.tokens.capacity());
+    }
+
+    /// Counts the first `n` tokens as computed, and no others.
+    pub(super) fn resume_at(&mut self, n: usize) {
+        assert!(n <= self.tokens.len(), "{n} of {} tokens", self.tokens.len());
+        self.n_computed = n;
     }
 
     /// Notes that the next `n` tokens are in the cache.

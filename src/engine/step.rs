@@ -19,6 +19,7 @@ use super::{
     layered::Layered,
     prefix::PrefixCache,
     programs::{self, Kind, Programs, output},
+    state::StatePool,
 };
 use crate::{
     models::{LoadedExperts, Model, Sizes},
@@ -35,6 +36,8 @@ pub struct EngineOptions {
     /// Tokens that the key-value cache holds, of all sequences together and never less than one of them may have; as many as all
     /// may have by default.
     pub kv_tokens: Option<usize>,
+    /// Bytes of host memory for states of recurrent layers that later sequences may go on from.
+    pub state_cache: usize,
     /// Rows of a prefill step; as many as keep the device busy by default.
     pub max_chunk: Option<usize>,
     /// Bytes of device memory that all of it may take; what is free by default.
@@ -51,6 +54,7 @@ impl Default for EngineOptions {
             context: 4096,
             max_sequences: 1,
             kv_tokens: None,
+            state_cache: 1 << 30,
             max_chunk: None,
             vram: None,
             expert_cache: None,
@@ -105,6 +109,7 @@ pub struct Engine {
     pub(super) decode_batch: Batch,
     pub(super) pool: BlockPool,
     pub(super) prefixes: PrefixCache,
+    pub(super) states: StatePool,
     pub(super) limits: Limits,
     pub(super) programs: Programs,
     /// Prefill steps by bucket, where experts are streamed.
@@ -178,9 +183,10 @@ impl Engine {
             if elastic.is_some() { batch.beside(&*backend, model.sizes())? } else { batch.clone() };
         let mut engine = Engine {
             pool: BlockPool::new(limits.n_pages),
-            prefixes: PrefixCache::default(),
+            prefixes: PrefixCache::new(options.state_cache),
             decode_batch,
             open: None,
+            states: StatePool::new(limits.n_states),
             programs: Programs::default(),
             layered: HashMap::new(),
             elastic,
@@ -240,22 +246,54 @@ impl Engine {
 
     /// Finds what is computed of the beginning of a new sequence already, and gives the number of its tokens. One token at least
     /// stays pending.
-    pub fn adopt(&mut self, sequence: &mut Sequence) -> usize {
+    ///
+    /// # Errors
+    /// The device's; the sequence then begins at its first token.
+    pub fn adopt(&mut self, sequence: &mut Sequence) -> Result<usize, EngineError> {
         assert!(sequence.pages.is_empty(), "a sequence without pages");
-        let prompt = sequence.tokens();
-        let Some((_, before)) = prompt.split_last() else { return 0 };
+        let Some((_, before)) = sequence.tokens().split_last() else { return Ok(0) };
         let mut pages = Vec::new();
-        self.prefixes.adopt(before, &mut pages, &mut self.pool);
-        let n_tokens = pages.len() * PAGE_TOKENS;
+        let found = self.prefixes.adopt(before, self.is_recurrent(), &mut pages, &mut self.pool);
         sequence.pages.extend(pages);
-        sequence.advance(n_tokens);
-        n_tokens
+        let restored = found.state.filter(|_| self.is_recurrent());
+        if let Some(Err(error)) = restored.map(|state| self.write_state(sequence, &state)) {
+            self.release(sequence);
+            return Err(error);
+        }
+        sequence.advance(found.n_tokens);
+        Ok(found.n_tokens)
     }
 
-    /// Keeps what is computed of a sequence for others that begin alike, as long as nobody needs the room.
-    pub fn keep(&mut self, sequence: &Sequence) {
+    /// Keeps what is computed of a running sequence for others that begin alike, as long as nobody needs the room: full pages,
+    /// and of a recurrent model's sequence only where its last page is full.
+    ///
+    /// # Errors
+    /// The device's; then nothing is kept.
+    pub fn keep(&mut self, sequence: &Sequence) -> Result<(), EngineError> {
+        let is_full = sequence.n_computed().is_multiple_of(PAGE_TOKENS);
+        if self.is_recurrent() && !is_full { Ok(()) } else { self.keep_pages(sequence, false) }
+    }
+
+    /// The same for a sequence that ends: all of it is kept, and it gives its pages and its state back.
+    ///
+    /// # Errors
+    /// The device's; then nothing is kept.
+    pub fn end(&mut self, sequence: &mut Sequence) -> Result<(), EngineError> {
+        let kept = self.keep_pages(sequence, true);
+        self.release(sequence);
+        kept
+    }
+
+    fn keep_pages(&mut self, sequence: &Sequence, with_tail: bool) -> Result<(), EngineError> {
         let computed = &sequence.tokens()[..sequence.n_computed()];
-        self.prefixes.keep(computed, &sequence.pages, &mut self.pool);
+        let state = if self.is_recurrent() { self.read_state(sequence)?.map(Into::into) } else { None };
+        self.prefixes.keep(computed, &sequence.pages, with_tail, state, &mut self.pool);
+        Ok(())
+    }
+
+    /// Bytes of host memory that kept states of recurrent layers take.
+    pub fn kept_state_bytes(&self) -> usize {
+        self.prefixes.state_bytes()
     }
 
     /// Pages of the key-value cache that running sequences hold.
@@ -273,15 +311,21 @@ impl Engine {
         self.pool.n_pages() - 1
     }
 
-    /// Gives a sequence's pages back.
+    /// Gives a sequence's pages and its state back.
     pub fn release(&mut self, sequence: &mut Sequence) {
         self.pool.shrink(&mut sequence.pages, 0);
+        self.states.give_back(sequence.state.take());
     }
 
     /// Begins a sequence anew with another prompt. What is computed of a common beginning is kept, so that the next turn of a
-    /// conversation computes only what is new; penalties see all of it as prompt.
+    /// conversation computes only what is new; penalties see all of it as prompt. A recurrent model keeps all that is computed, or
+    /// where the prompt does not go on from there, nothing.
     pub fn rebase(&mut self, sequence: &mut Sequence, prompt: &[u32]) {
+        let n_before = sequence.n_computed();
         sequence.rebase(prompt);
+        if self.is_recurrent() && sequence.n_computed() < n_before {
+            sequence.resume_at(0);
+        }
         let n_computed = sequence.n_computed();
         self.pool.shrink(&mut sequence.pages, n_computed);
     }
@@ -355,7 +399,7 @@ impl Engine {
     /// Computes the next `n` pending tokens of a sequence.
     ///
     /// # Errors
-    /// [`EngineError`]; nothing was computed.
+    /// [`EngineError`]; nothing was computed, and of a recurrent model's sequence nothing is left after a step that failed.
     pub fn compute(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
         while !self.compute_unit(sequence, n)? {}
         Ok(())
@@ -366,8 +410,28 @@ impl Engine {
     /// else but [`Self::abandon`].
     ///
     /// # Errors
-    /// [`EngineError`]; nothing was computed.
+    /// As [`Self::compute`].
     pub fn compute_unit(&mut self, sequence: &mut Sequence, n: usize) -> Result<bool, EngineError> {
+        let n = match &self.open {
+            Some(open) => open.n_rows,
+            None => {
+                self.make_room(sequence, n)?;
+                n
+            }
+        };
+        match self.compute_rows(sequence, n) {
+            Ok(true) => self.advance(sequence, n),
+            Ok(false) => return Ok(false),
+            Err(error) => {
+                self.distrust(sequence);
+                return Err(error);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The same for a sequence that has the room.
+    fn compute_rows(&mut self, sequence: &Sequence, n: usize) -> Result<bool, EngineError> {
         if self.open.is_none() && self.streams(n) {
             let bucket = self.layered_input(sequence, n)?;
             self.open = Some(OpenChunk { bucket, n_rows: n, n_done: 0 });
@@ -379,25 +443,23 @@ impl Engine {
             let is_done = settle(layered.run_layer(n_done, &**backend, serving), elastic)?;
             if !is_done {
                 self.open = Some(OpenChunk { bucket, n_rows, n_done: n_done + 1 });
-                return Ok(false);
             }
-            self.advance(sequence, n_rows);
-            return Ok(true);
+            return Ok(is_done);
         }
-        self.make_room(sequence, n)?;
         let Engine { backend, model, batch, programs, input, elastic, .. } = self;
         let recorded = programs.get(Kind::Prefill, n, &**backend, &**model, batch)?;
-        input.put_rows(&recorded.batch, once(&*sequence), n);
+        input.put_rows(&recorded.batch, once(sequence), n);
         backend.write(&recorded.batch.input, input.rows(&recorded.batch))?;
         replay(Kind::Prefill, &mut *recorded.program, elastic)?;
-        self.advance(sequence, n);
         Ok(true)
     }
 
-    /// Leaves the chunk that is half way through the layers, if there is one: its tokens are not computed.
-    pub fn abandon(&mut self) {
+    /// Leaves the chunk of a sequence that is half way through the layers, if there is one: its tokens are not computed, and of a
+    /// recurrent model's sequence nothing is left.
+    pub fn abandon(&mut self, sequence: &mut Sequence) {
         if self.open.take().is_some() {
             self.elastic.iter_mut().for_each(|elastic| elastic.abandon());
+            self.distrust(sequence);
         }
     }
 
@@ -413,9 +475,8 @@ impl Engine {
         self.elastic().is_some_and(|elastic| n > most || !elastic.serves(n))
     }
 
-    /// Makes room for the next `n` tokens, writes the input of the step that streams experts to them, and gives its bucket.
-    fn layered_input(&mut self, sequence: &mut Sequence, n: usize) -> Result<usize, EngineError> {
-        self.make_room(sequence, n)?;
+    /// Writes the next `n` tokens as the input of the step that streams experts to them, and gives its bucket.
+    fn layered_input(&mut self, sequence: &Sequence, n: usize) -> Result<usize, EngineError> {
         let bucket = n.next_power_of_two();
         let Engine { backend, model, batch, layered, elastic, input, .. } = self;
         let recorded = match layered.entry(bucket) {
@@ -428,7 +489,7 @@ impl Engine {
             }
         };
         let batch = &recorded.batch;
-        input.put_rows(batch, once(&*sequence), n);
+        input.put_rows(batch, once(sequence), n);
         backend.write(&batch.input, input.rows(batch))?;
         Ok(bucket)
     }
@@ -441,7 +502,7 @@ impl Engine {
     /// Computes the one pending token of each sequence and draws the next ones, which are not appended.
     ///
     /// # Errors
-    /// [`EngineError`]; nothing was computed.
+    /// [`EngineError`]; nothing was computed, and of a recurrent model's sequences nothing is left after a step that failed.
     pub fn decode(&mut self, sequences: &mut [&mut Sequence], drawn: &mut [u32]) -> Result<(), EngineError> {
         self.step(sequences)?;
         for (row, (drawn, sequence)) in drawn.iter_mut().zip(sequences).enumerate() {
@@ -453,13 +514,23 @@ impl Engine {
     /// Computes the one pending token of each sequence: the n-th one's logits are row n of [`Self::draw`] and [`Self::logits`].
     ///
     /// # Errors
-    /// [`EngineError`]; nothing was computed.
+    /// As [`Self::decode`].
     pub fn step(&mut self, sequences: &mut [&mut Sequence]) -> Result<(), EngineError> {
         for sequence in sequences.iter_mut() {
             assert_eq!(sequence.pending().len(), 1, "decode computes one token a sequence");
             self.make_room(sequence, 1)?;
         }
         assert!(sequences.len() <= MAX_SEQUENCES, "as many sequences as a step takes");
+        if let Err(error) = self.decode_rows(sequences) {
+            sequences.iter_mut().for_each(|sequence| self.distrust(sequence));
+            return Err(error);
+        }
+        sequences.iter_mut().for_each(|sequence| sequence.advance(1));
+        Ok(())
+    }
+
+    /// The same for sequences that have the room.
+    fn decode_rows(&mut self, sequences: &[&mut Sequence]) -> Result<(), EngineError> {
         let kind = match self.elastic.as_deref().map(Elastic::next_step) {
             Some(StepKind::InPlace) => Kind::DecodeInPlace,
             Some(StepKind::CoExecuted) | None => Kind::Decode,
@@ -476,7 +547,6 @@ impl Engine {
             settle(serving.end_in_place(ids), elastic)?;
         }
         self.drawn_from = (kind, sequences.len());
-        sequences.iter_mut().for_each(|sequence| sequence.advance(1));
         Ok(())
     }
 
@@ -527,8 +597,12 @@ impl Engine {
         let mut left = n;
         while left > 0 {
             let rows = left.min(self.batch.n_rows);
+            self.make_room(sequence, rows)?;
             let traced = self.trace_rows(sequence, rows, &mut trace);
-            settle(traced, &mut self.elastic)?;
+            if let Err(error) = settle(traced, &mut self.elastic) {
+                self.distrust(sequence);
+                return Err(error);
+            }
             self.advance(sequence, rows);
             left -= rows;
         }
@@ -536,21 +610,15 @@ impl Engine {
     }
 
     /// The same for rows of one step.
-    fn trace_rows(
-        &mut self,
-        sequence: &mut Sequence,
-        n: usize,
-        trace: &mut Trace,
-    ) -> Result<(), EngineError> {
+    fn trace_rows(&mut self, sequence: &Sequence, n: usize, trace: &mut Trace) -> Result<(), EngineError> {
         let batch = match &self.elastic {
             Some(_) => {
                 let bucket = self.layered_input(sequence, n)?;
                 self.layered[&bucket].batch.clone()
             }
             None => {
-                self.make_room(sequence, n)?;
                 let batch = self.batch.bucket(n.next_power_of_two());
-                self.input.put_rows(&batch, once(&*sequence), n);
+                self.input.put_rows(&batch, once(sequence), n);
                 self.backend.write(&batch.input, self.input.rows(&batch))?;
                 batch
             }
@@ -591,7 +659,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes pages for the next `n` tokens and refuses tokens that the model does not have.
+    /// Takes pages for the next `n` tokens and a place for the state, and refuses tokens that the model does not have.
     fn make_room(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
         let n_tokens = sequence.n_computed() + n;
         if n_tokens > self.limits.context {
@@ -606,7 +674,7 @@ impl Engine {
         if !self.pool.grow(&mut sequence.pages, n_tokens) {
             return Err(EngineError::CacheFull);
         }
-        Ok(())
+        self.take_state(sequence)
     }
 }
 

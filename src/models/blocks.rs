@@ -1,16 +1,16 @@
 //! Blocks that models share: each loads its weights by HF name and emits its ops.
 
 use freetoken_backend::{
-    Activation, Attention, AttentionParams, Combine, CombineParams, Embed, EmbedParams, ExpertMlp,
-    ExpertMlpParams, MatMul, MatMulParams, Matrix, Op, RopeCache, RopeCacheParams, Route, RouteParams,
-    RoutePoint, Stage, View, Weight,
+    Activation, Attention, AttentionGate, AttentionParams, Combine, CombineParams, Embed, EmbedParams,
+    ExpertMlp, ExpertMlpParams, MatMul, MatMulParams, Matrix, Op, RopeCache, RopeCacheParams, Route,
+    RouteParams, RoutePoint, SharedExpert, SharedGate, Stage, View, Weight,
 };
 
 use super::{ConfigError, ConfigFile, ModelError, MoeSizes, Sizes, Weights};
 use crate::engine::Batch;
 
 /// Largest counts that a configuration may name; anything above is a broken file.
-const MAX_WIDTH: usize = 1 << 20;
+pub(super) const MAX_WIDTH: usize = 1 << 20;
 
 /// Reads the fields that decoder-only transformers have in common.
 pub(super) fn sizes(config: &ConfigFile<'_>) -> Result<Sizes, ConfigError> {
@@ -44,8 +44,11 @@ pub(super) fn sizes(config: &ConfigFile<'_>) -> Result<Sizes, ConfigError> {
         n_heads,
         n_kv_heads,
         head_dim,
+        gated_attention: false,
         intermediate: config.optional_count("intermediate_size", 1..=MAX_WIDTH)?.unwrap_or(0),
         moe: None,
+        shared_expert: false,
+        recurrent: None,
         max_positions: config.count("max_position_embeddings", 1..=1 << 26)?,
     })
 }
@@ -67,20 +70,22 @@ pub(super) struct Ends {
 }
 
 impl Ends {
+    /// `tied`: whether the embedding is the output head too.
     pub(super) fn load(
         config: &ConfigFile<'_>,
         s: &Sizes,
+        tied: bool,
         weights: &mut Weights<'_>,
     ) -> Result<Self, ModelError> {
         let embed_tokens = weights.plain_matrix("model.embed_tokens.weight", s.vocab, s.hidden)?;
-        let lm_head = if config.flag("tie_word_embeddings", false)? {
+        let lm_head = if tied {
             embed_tokens.clone().into()
         } else {
             weights.matrix("lm_head.weight", s.vocab, s.hidden)?
         };
         Ok(Ends {
             embed_tokens,
-            norm: weights.vector("model.norm.weight", s.hidden)?,
+            norm: weights.norm("model.norm.weight", s.hidden)?,
             lm_head,
             eps: eps(config)?,
         })
@@ -118,19 +123,19 @@ impl Ends {
 }
 
 /// What a projection's op differs in.
-struct Projection<'a> {
-    out: &'a View,
-    x: &'a View,
-    norm: Option<&'a Weight>,
-    weight: &'a Matrix,
-    bias: &'a Option<Vec<Weight>>,
-    activation: Activation,
-    accumulate: bool,
-    eps: f32,
+pub(super) struct Projection<'a> {
+    pub(super) out: &'a View,
+    pub(super) x: &'a View,
+    pub(super) norm: Option<&'a Weight>,
+    pub(super) weight: &'a Matrix,
+    pub(super) bias: &'a Option<Vec<Weight>>,
+    pub(super) activation: Activation,
+    pub(super) accumulate: bool,
+    pub(super) eps: f32,
 }
 
 impl Projection<'_> {
-    fn op(self, n_rows: usize) -> Op {
+    pub(super) fn op(self, n_rows: usize) -> Op {
         let rows = self.weight.rows();
         MatMul {
             out: self.out.clone(),
@@ -162,6 +167,8 @@ pub(super) struct SelfAttention {
     k_norm: Option<Weight>,
     o_proj: Matrix,
     o_bias: Option<Vec<Weight>>,
+    /// Which of the layers with keys and values it is.
+    kv_layer: usize,
     eps: f32,
 }
 
@@ -174,19 +181,20 @@ pub(super) struct AttentionStyle {
 }
 
 impl SelfAttention {
+    /// `kv_layer`: which of the layers with keys and values it is.
     pub(super) fn load(
         config: &ConfigFile<'_>,
         s: &Sizes,
         style: &AttentionStyle,
-        layer: usize,
+        [layer, kv_layer]: [usize; 2],
         weights: &mut Weights<'_>,
     ) -> Result<Self, ModelError> {
         let name = |what: &str| format!("model.layers.{layer}.{what}");
         let (q, kv) = (s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim);
-        let pieces = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)];
+        let pieces = [("q_proj", s.qkv_width() - 2 * kv), ("k_proj", kv), ("v_proj", kv)];
         let weight_of = |(what, rows): (&str, usize)| (name(&format!("self_attn.{what}.weight")), rows);
         let mut norm = |what: &str| match style.qk_norm {
-            true => weights.vector(&name(&format!("self_attn.{what}.weight")), s.head_dim).map(Some),
+            true => weights.norm(&name(&format!("self_attn.{what}.weight")), s.head_dim).map(Some),
             false => Ok(None),
         };
         let (q_norm, k_norm) = (norm("q_norm")?, norm("k_norm")?);
@@ -202,18 +210,19 @@ impl SelfAttention {
         };
         let (qkv_bias, o_bias) = (bias(&pieces)?, bias(&[("o_proj", s.hidden)])?);
         Ok(SelfAttention {
-            input_layernorm: weights.vector(&name("input_layernorm.weight"), s.hidden)?,
+            input_layernorm: weights.norm(&name("input_layernorm.weight"), s.hidden)?,
             qkv_proj: weights.stacked(&pieces.map(weight_of), s.hidden)?,
             qkv_bias,
             q_norm,
             k_norm,
             o_proj: weights.matrix(&name("self_attn.o_proj.weight"), s.hidden, q)?,
             o_bias,
+            kv_layer,
             eps: eps(config)?,
         })
     }
 
-    pub(super) fn ops(&self, s: &Sizes, layer: usize, b: &Batch) -> Vec<Op> {
+    pub(super) fn ops(&self, s: &Sizes, b: &Batch) -> Vec<Op> {
         let (n_rows, n_heads, n_kv_heads) = (b.n_rows as u32, s.n_heads as u32, s.n_kv_heads as u32);
         let head_dim = s.head_dim as u32;
         let qkv = Projection {
@@ -228,8 +237,9 @@ impl SelfAttention {
         };
         let rope_cache = RopeCache {
             q: b.q.clone(),
-            kv: b.kv[layer].clone(),
+            kv: b.kv[self.kv_layer].clone(),
             qkv: b.qkv.clone(),
+            gated: s.gated_attention,
             q_norm: self.q_norm.clone(),
             k_norm: self.k_norm.clone(),
             rotary: b.rotary.clone(),
@@ -248,10 +258,13 @@ impl SelfAttention {
         let attention = Attention {
             out: b.attended.clone(),
             q: b.q.clone(),
-            kv: b.kv[layer].clone(),
+            kv: b.kv[self.kv_layer].clone(),
             block_table: b.block_table.clone(),
             sequences: b.sequences.clone(),
             positions: b.positions.clone(),
+            gate: s
+                .gated_attention
+                .then(|| AttentionGate { rows: b.qkv.clone(), width: s.qkv_width() as u32 }),
             p: AttentionParams {
                 n_rows,
                 n_sequences: b.n_sequences as u32,
@@ -306,7 +319,7 @@ impl Mlp {
         let down_bias = biases(&[("down_proj", hidden)])?;
         let gate_up = [(name("mlp.gate_proj.weight"), inner), (name("mlp.up_proj.weight"), inner)];
         Ok(Mlp {
-            post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), hidden)?,
+            post_attention_layernorm: weights.norm(&name("post_attention_layernorm.weight"), hidden)?,
             gate_up_proj: weights.stacked(&gate_up, hidden)?,
             gate_up_bias,
             down_proj: weights.matrix(&name("mlp.down_proj.weight"), hidden, inner)?,
@@ -356,15 +369,35 @@ pub(super) fn moe_sizes(config: &ConfigFile<'_>, n_layers: usize) -> Result<MoeS
     })
 }
 
-/// Routed experts: norm and router, experts, sum.
+/// Routed experts: norm and router, experts, sum; and the expert that every token passes, where there is one.
 pub(super) struct SparseMoe {
     post_attention_layernorm: Weight,
     /// `[n_experts, hidden]`
     gate: Weight,
     /// Which of the MoE layers it is.
     moe_layer: usize,
+    shared: Option<SharedMlp>,
     renormalize: bool,
     eps: f32,
+}
+
+/// The expert that every token passes, as far as its gate lets it.
+struct SharedMlp {
+    /// `[1, hidden]`
+    gate: Weight,
+    /// gate over up
+    gate_up_proj: Matrix,
+    down_proj: Matrix,
+}
+
+/// What routed experts differ in between models.
+pub(super) struct MoeStyle {
+    /// Whether the weights of the chosen experts sum to one.
+    pub(super) renormalize: bool,
+    /// Width of the shared expert, where there is one.
+    pub(super) shared: Option<usize>,
+    /// Whether the family's checkpoints have the experts of a layer in one tensor; looked at where there is no checkpoint.
+    pub(super) stacked: bool,
 }
 
 impl SparseMoe {
@@ -372,16 +405,30 @@ impl SparseMoe {
         config: &ConfigFile<'_>,
         hidden: usize,
         moe: &MoeSizes,
+        style: &MoeStyle,
         layer: usize,
         weights: &mut Weights<'_>,
     ) -> Result<Self, ModelError> {
         let name = |what: &str| format!("model.layers.{layer}.{what}");
         let expert = |e: usize, what: &str| name(&format!("mlp.experts.{e}.{what}.weight"));
+        let (gate, experts) = (name("mlp.gate.weight"), name("mlp.experts"));
+        let stacked =
+            weights.contains(&format!("{experts}.gate_up_proj")) || style.stacked && !weights.contains(&gate);
+        let (n, inner) = (moe.n_experts, moe.intermediate);
+        let post_attention_layernorm = weights.norm(&name("post_attention_layernorm.weight"), hidden)?;
+        let shared = match style.shared {
+            Some(inner) => Some(SharedMlp::load(&name("mlp"), hidden, inner, weights)?),
+            None => None,
+        };
         Ok(SparseMoe {
-            post_attention_layernorm: weights.vector(&name("post_attention_layernorm.weight"), hidden)?,
-            gate: weights.plain_matrix(&name("mlp.gate.weight"), moe.n_experts, hidden)?,
-            moe_layer: weights.experts(moe.n_experts, hidden, moe.intermediate, expert)?,
-            renormalize: config.flag("norm_topk_prob", false)?,
+            post_attention_layernorm,
+            gate: weights.plain_matrix(&gate, n, hidden)?,
+            moe_layer: match stacked {
+                true => weights.stacked_experts(&experts, n, hidden, inner)?,
+                false => weights.experts(n, hidden, inner, expert)?,
+            },
+            shared,
+            renormalize: style.renormalize,
             eps: eps(config)?,
         })
     }
@@ -398,6 +445,10 @@ impl SparseMoe {
             norm: self.post_attention_layernorm.clone(),
             router: self.gate.clone(),
             sequences: b.sequences.clone(),
+            shared_gate: self
+                .shared
+                .as_ref()
+                .map(|shared| SharedGate { out: b.shared_gates.clone(), weight: shared.gate.clone() }),
             p: RouteParams {
                 n_rows: b.n_rows as u32,
                 hidden,
@@ -407,7 +458,9 @@ impl SparseMoe {
                 eps: self.eps,
             },
         };
-        let mut stages = vec![Stage::Ops(vec![route.into()])];
+        let mut ops = vec![route.into()];
+        ops.extend(self.shared.iter().flat_map(|shared| shared.ops(b, self.eps)));
+        let mut stages = vec![Stage::Ops(ops)];
         for start in (0..b.n_rows).step_by(b.tile_rows) {
             let rows = start..b.n_rows.min(start + b.tile_rows);
             let part = |view: &View, width: usize| view.slice(rows.start * width * 4..rows.end * width * 4);
@@ -428,10 +481,48 @@ impl SparseMoe {
                 },
             };
             let x = part(&b.x, s.hidden);
-            let combine =
-                Combine { x, parts: b.parts.clone(), ids, p: CombineParams { n_rows, top_k, hidden } };
+            let p = CombineParams { n_rows, top_k, hidden };
+            let shared = self
+                .shared
+                .as_ref()
+                .map(|_| SharedExpert { rows: part(&b.shared, s.hidden), gates: part(&b.shared_gates, 1) });
+            let combine = Combine { x, parts: b.parts.clone(), ids, shared, p };
             stages.extend([Stage::Route(RoutePoint { mlp }), Stage::Ops(vec![combine.into()])]);
         }
         stages
+    }
+}
+
+impl SharedMlp {
+    fn load(mlp: &str, hidden: usize, inner: usize, weights: &mut Weights<'_>) -> Result<Self, ModelError> {
+        let name = |what: &str| format!("{mlp}.shared_expert.{what}.weight");
+        let gate_up = [(name("gate_proj"), inner), (name("up_proj"), inner)];
+        Ok(SharedMlp {
+            gate: weights.plain_matrix(&format!("{mlp}.shared_expert_gate.weight"), 1, hidden)?,
+            gate_up_proj: weights.stacked(&gate_up, hidden)?,
+            down_proj: weights.matrix(&name("down_proj"), hidden, inner)?,
+        })
+    }
+
+    /// From the rows that the router normed.
+    fn ops(&self, b: &Batch, eps: f32) -> [Op; 2] {
+        let gate_up = Projection {
+            out: &b.inner,
+            x: &b.normed,
+            norm: None,
+            weight: &self.gate_up_proj,
+            bias: &None,
+            activation: Activation::SiluGlu,
+            accumulate: false,
+            eps,
+        };
+        let down = Projection {
+            out: &b.shared,
+            x: &b.inner,
+            weight: &self.down_proj,
+            activation: Activation::None,
+            ..gate_up
+        };
+        [gate_up.op(b.n_rows), down.op(b.n_rows)]
     }
 }

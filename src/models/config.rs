@@ -132,6 +132,14 @@ impl<'a> ConfigFile<'a> {
             .ok_or_else(|| self.error(field, format!("must be a list of whole numbers below {below}")))
     }
 
+    /// A list of `n` words, or `None` where the field is absent.
+    pub fn words(&self, field: &str, n: usize) -> Result<Option<Vec<&'a str>>, ConfigError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        let words = value.as_array().map(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
+        let words = words.flatten().filter(|words| words.len() == n);
+        words.map(Some).ok_or_else(|| self.error(field, format!("must be a list of {n} words, one a layer")))
+    }
+
     /// An object, or `None` where the field is absent or null. `path` is its name with a dot behind.
     pub fn object(&self, field: &str, path: &'a str) -> Result<Option<ConfigFile<'a>>, ConfigError> {
         let Some(value) = self.get(field) else { return Ok(None) };

@@ -1,15 +1,22 @@
-//! The frame that decoder-only transformers share: embedding, layers of attention and feed-forward on one residual stream,
-//! output head. What a layer is made of is the model's.
+//! The frame that decoder-only models share: embedding, layers of attention (or of what stands in its place) and feed-forward on
+//! one residual stream, output head. What a layer is made of is the model's.
 
 use freetoken_backend::{Op, Stage};
 
 use super::{
     ConfigFile, Model, ModelError, Rope, Sizes, Weights,
     blocks::{AttentionStyle, Ends, Mlp, SelfAttention, SparseMoe},
+    delta_net::DeltaNet,
 };
 use crate::engine::Batch;
 
-/// What follows attention in a layer.
+/// What mixes tokens in a layer.
+pub(super) enum Mixer {
+    Attention(SelfAttention),
+    Delta(DeltaNet),
+}
+
+/// What follows it.
 pub(super) enum FeedForward {
     Dense(Mlp),
     Sparse(SparseMoe),
@@ -20,11 +27,11 @@ pub(super) struct Decoder {
     sizes: Sizes,
     rope: Rope,
     ends: Ends,
-    layers: Vec<(SelfAttention, FeedForward)>,
+    layers: Vec<(Mixer, FeedForward)>,
 }
 
 impl Decoder {
-    /// Loads the weights; `feed_forward` loads that part of a layer.
+    /// Loads the weights of a model with attention in every layer; `feed_forward` loads the rest of a layer.
     pub(super) fn load(
         config: &ConfigFile<'_>,
         sizes: Sizes,
@@ -33,12 +40,23 @@ impl Decoder {
         feed_forward: impl Fn(usize, &mut Weights<'_>) -> Result<FeedForward, ModelError>,
     ) -> Result<Self, ModelError> {
         let rope = Rope::from_config(config, sizes.head_dim)?;
-        let ends = Ends::load(config, &sizes, weights)?;
-        let mut layers = Vec::new();
-        for layer in 0..sizes.n_layers {
-            let attention = SelfAttention::load(config, &sizes, attention, layer, weights)?;
-            layers.push((attention, feed_forward(layer, weights)?));
-        }
+        let ends = Ends::load(config, &sizes, config.flag("tie_word_embeddings", false)?, weights)?;
+        let layer = |layer: usize, sizes: &Sizes, weights: &mut Weights<'_>| {
+            let attention = SelfAttention::load(config, sizes, attention, [layer; 2], weights)?;
+            Ok((Mixer::Attention(attention), feed_forward(layer, weights)?))
+        };
+        Self::of_layers(sizes, rope, ends, weights, layer)
+    }
+
+    /// Loads the layers of a model one by one.
+    pub(super) fn of_layers(
+        sizes: Sizes,
+        rope: Rope,
+        ends: Ends,
+        weights: &mut Weights<'_>,
+        layer: impl Fn(usize, &Sizes, &mut Weights<'_>) -> Result<(Mixer, FeedForward), ModelError>,
+    ) -> Result<Self, ModelError> {
+        let layers = (0..sizes.n_layers).map(|i| layer(i, &sizes, weights)).collect::<Result<_, _>>()?;
         Ok(Decoder { sizes, rope, ends, layers })
     }
 }
@@ -57,8 +75,11 @@ impl Model for Decoder {
     }
 
     fn layer(&self, layer: usize, batch: &Batch) -> Vec<Stage> {
-        let (attention, feed_forward) = &self.layers[layer];
-        let mut stages = vec![Stage::Ops(attention.ops(&self.sizes, layer, batch))];
+        let (mixer, feed_forward) = &self.layers[layer];
+        let mut stages = vec![Stage::Ops(match mixer {
+            Mixer::Attention(attention) => attention.ops(&self.sizes, batch),
+            Mixer::Delta(delta) => delta.ops(&self.sizes, batch),
+        })];
         match feed_forward {
             FeedForward::Dense(mlp) => stages.push(Stage::Ops(mlp.ops(batch))),
             FeedForward::Sparse(moe) => stages.extend(moe.stages(&self.sizes, batch)),

@@ -6,9 +6,12 @@
 mod blocks;
 mod config;
 mod decoder;
+mod delta_net;
 mod inventory;
 mod llama;
 mod qwen3;
+mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
 mod rope;
 mod synthetic;
@@ -22,7 +25,7 @@ pub use config::{ConfigError, ConfigFile};
 pub use inventory::Inventory;
 pub use rope::Rope;
 pub use synthetic::{RoutingLaw, Synthetic, SyntheticCheckpoint};
-pub use weights::{LoadedExperts, TensorError, WeightSource, Weights};
+pub use weights::{LoadedExperts, Spelling, TensorError, WeightSource, Weights};
 
 /// A loaded model: what turns a batch into ops. All ops of a step are `embed`, then each layer in order, then `head`.
 pub trait Model: Send + Sync {
@@ -58,12 +61,75 @@ pub struct Sizes {
     pub n_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Widest dense MLP, 0 where there is none.
+    /// Whether each query head comes with as many gates.
+    pub gated_attention: bool,
+    /// Widest dense MLP or shared expert, 0 where there is none.
     pub intermediate: usize,
     /// Routed experts, where there are any.
     pub moe: Option<MoeSizes>,
+    /// Whether each MoE layer has an expert that every token passes.
+    pub shared_expert: bool,
+    /// Layers that keep a state in place of keys and values, where there are any.
+    pub recurrent: Option<RecurrentSizes>,
     /// Longest context the model was made for.
     pub max_positions: usize,
+}
+
+impl Sizes {
+    /// Layers that keep keys and values: all that are not recurrent.
+    pub fn n_kv_layers(&self) -> usize {
+        self.n_layers - self.recurrent.map_or(0, |recurrent| recurrent.n_layers)
+    }
+
+    /// Columns of q, its gates, k and v.
+    pub fn qkv_width(&self) -> usize {
+        let q_heads = if self.gated_attention { 2 * self.n_heads } else { self.n_heads };
+        (q_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+}
+
+/// Sizes of the layers that are gated delta nets.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RecurrentSizes {
+    /// How many layers.
+    pub n_layers: usize,
+    /// Heads of q and k; divides `n_value_heads`.
+    pub n_key_heads: usize,
+    /// Heads of v, and of the state.
+    pub n_value_heads: usize,
+    /// Width of a head of q and k.
+    pub key_dim: usize,
+    /// Width of a head of v.
+    pub value_dim: usize,
+    /// Taps of the convolution.
+    pub kernel: usize,
+}
+
+impl RecurrentSizes {
+    /// Channels of the convolution: q, k and v.
+    pub fn channels(&self) -> usize {
+        2 * self.n_key_heads * self.key_dim + self.n_value_heads * self.value_dim
+    }
+
+    /// Columns of v, of z and of the output.
+    pub fn value_width(&self) -> usize {
+        self.n_value_heads * self.value_dim
+    }
+
+    /// f32 values that the convolution of a layer keeps of a sequence.
+    pub fn conv_values(&self) -> usize {
+        (self.kernel - 1) * self.channels()
+    }
+
+    /// f32 values of the state of a layer for a sequence.
+    pub fn delta_values(&self) -> usize {
+        self.n_value_heads * self.key_dim * self.value_dim
+    }
+
+    /// Bytes that all layers keep of a sequence.
+    pub fn state_bytes(&self) -> usize {
+        4 * self.n_layers * (self.conv_values() + self.delta_values())
+    }
 }
 
 /// Sizes of the MoE layers.
@@ -103,12 +169,14 @@ pub fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result<Box<dy
         "llama" => Box::new(llama::load(config, weights)?),
         "qwen3" => Box::new(qwen3::load(config, weights)?),
         "qwen3_moe" => Box::new(qwen3_moe::load(config, weights)?),
+        "qwen3_5" | "qwen3_5_text" => Box::new(qwen3_5::load(config, weights)?),
+        "qwen3_5_moe" | "qwen3_5_moe_text" => Box::new(qwen3_5_moe::load(config, weights)?),
         other => return Err(config.unknown_model_type(other).into()),
     })
 }
 
 /// Architectures that [`load`] knows, as `config.json` names them.
-pub const MODEL_TYPES: [&str; 3] = ["llama", "qwen3", "qwen3_moe"];
+pub const MODEL_TYPES: [&str; 5] = ["llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"];
 
 /// The fields of a published shape, for checkpoints that are made up.
 ///

@@ -5,7 +5,7 @@
 
 use super::{
     ConfigFile, ModelError, Weights,
-    blocks::{self, AttentionStyle, Mlp, SparseMoe},
+    blocks::{self, AttentionStyle, Mlp, MoeStyle, SparseMoe},
     decoder::{Decoder, FeedForward},
 };
 
@@ -19,6 +19,7 @@ pub(super) fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result
     let is_sparse = |layer: usize| !dense.contains(&layer) && (layer + 1).is_multiple_of(step);
     let n_sparse = (0..sizes.n_layers).filter(|&layer| is_sparse(layer)).count();
     let (hidden, moe) = (sizes.hidden, blocks::moe_sizes(config, n_sparse)?);
+    let style = MoeStyle { renormalize: config.flag("norm_topk_prob", false)?, shared: None, stacked: false };
     sizes.moe = Some(moe);
     if n_sparse == sizes.n_layers {
         // Named in every configuration, used by no layer.
@@ -26,7 +27,7 @@ pub(super) fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result
     }
     Decoder::load(config, sizes, &attention, weights, |layer, weights| {
         Ok(match is_sparse(layer) {
-            true => FeedForward::Sparse(SparseMoe::load(config, hidden, &moe, layer, weights)?),
+            true => FeedForward::Sparse(SparseMoe::load(config, hidden, &moe, &style, layer, weights)?),
             false => FeedForward::Dense(Mlp::load(config, hidden, false, layer, weights)?),
         })
     })

@@ -1,11 +1,12 @@
 //! From names of tensors to weights on a device: shapes are checked, pieces are stacked, experts get their place.
 
-use std::{collections::BTreeSet, ops::Range, sync::Arc};
+use std::{borrow::Cow, collections::BTreeSet, ops::Range, sync::Arc};
 
 use freetoken_backend::{
     Backend, Banks, ExpertPool, ExpertRecord, ExpertWeights, Experts, Format, HostBytes, Matrix, Weight, os,
     record,
 };
+use half::{bf16, f16};
 
 use super::ModelError;
 use crate::{
@@ -86,10 +87,20 @@ pub enum LoadedExperts {
     Banked(ExpertBanks),
 }
 
+/// How the checkpoints of a family write what models ask for under one name.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Spelling {
+    /// Names that begin with `model.` begin with `model.language_model.`
+    pub nested: bool,
+    /// Weights of norms are stored less one.
+    pub norms_less_one: bool,
+}
+
 /// Loads weights onto a device, and routed experts onto it or into host banks.
 pub struct Weights<'a> {
     backend: &'a dyn Backend,
     source: &'a dyn WeightSource,
+    spelling: Spelling,
     used: BTreeSet<String>,
     experts: LoadedExperts,
     /// Name of the first tensor of an expert, for errors.
@@ -105,7 +116,28 @@ impl<'a> Weights<'a> {
         progress: &'a mut dyn FnMut(u64),
     ) -> Self {
         let experts = LoadedExperts::Placed(Vec::new());
-        Weights { backend, source, used: BTreeSet::new(), experts, first_expert: String::new(), progress }
+        Weights {
+            backend,
+            source,
+            spelling: Spelling::default(),
+            used: BTreeSet::new(),
+            experts,
+            first_expert: String::new(),
+            progress,
+        }
+    }
+
+    /// Looks for tensors as another spelling has them.
+    pub fn spell(&mut self, spelling: Spelling) {
+        self.spelling = spelling;
+    }
+
+    /// The name of a tensor in the checkpoint.
+    fn spelled<'n>(&self, name: &'n str) -> Cow<'n, str> {
+        match name.strip_prefix("model.").filter(|_| self.spelling.nested) {
+            Some(rest) => format!("model.language_model.{rest}").into(),
+            None => name.into(),
+        }
     }
 
     /// Keeps the experts in host memory instead.
@@ -126,7 +158,18 @@ impl<'a> Weights<'a> {
 
     /// Whether the checkpoint has a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
-        self.source.spec(name).is_some()
+        self.source.spec(&self.spelled(name)).is_some()
+    }
+
+    /// Whether two matrices are stored in one format, so that they may be stacked.
+    pub fn are_alike(&self, a: &str, b: &str) -> bool {
+        let dtype = |name: &str| self.source.spec(name).map(|(dtype, _)| dtype);
+        let stored = |name: &str| {
+            let name = self.spelled(name);
+            let scheme = Scheme::find(name.strip_suffix(".weight")?, dtype);
+            Some((scheme.map(|scheme| scheme.format), dtype(&name).filter(|_| scheme.is_none())))
+        };
+        stored(a) == stored(b)
     }
 
     fn fetch(&mut self, name: &str, shape: &[usize]) -> Result<(Dtype, HostBytes), TensorError> {
@@ -200,7 +243,7 @@ impl<'a> Weights<'a> {
     /// # Errors
     /// [`ModelError`] naming the tensor.
     pub fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Matrix, ModelError> {
-        let matrix = self.fetch_matrix(name, rows, cols)?;
+        let matrix = self.fetch_matrix(&self.spelled(name), rows, cols)?;
         self.place(&[matrix])
     }
 
@@ -209,8 +252,17 @@ impl<'a> Weights<'a> {
     /// # Errors
     /// [`ModelError`] naming the tensor.
     pub fn plain_matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
-        let matrix = self.fetch_plain(name, rows, cols, &[rows, cols])?;
+        let matrix = self.fetch_plain(&self.spelled(name), rows, cols, &[rows, cols])?;
         Ok(self.place(&[matrix])?.pieces()[0].clone())
+    }
+
+    /// The taps of a convolution of each channel by itself, `[channels, 1, kernel]`, as a matrix `[channels, kernel]`.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the tensor.
+    pub fn channel_taps(&mut self, name: &str, channels: usize, kernel: usize) -> Result<Weight, ModelError> {
+        let taps = self.fetch_plain(&self.spelled(name), channels, kernel, &[channels, 1, kernel])?;
+        Ok(self.place(&[taps])?.pieces()[0].clone())
     }
 
     /// A vector `[n]`.
@@ -218,7 +270,48 @@ impl<'a> Weights<'a> {
     /// # Errors
     /// [`ModelError`] naming the tensor.
     pub fn vector(&mut self, name: &str, n: usize) -> Result<Weight, ModelError> {
-        let vector = self.fetch_plain(name, 1, n, &[n])?;
+        let vector = self.fetch_plain(&self.spelled(name), 1, n, &[n])?;
+        Ok(self.place(&[vector])?.pieces()[0].clone())
+    }
+
+    /// The weight of a norm, `[n]`: as what values are multiplied with, however it is stored.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the tensor.
+    pub fn norm(&mut self, name: &str, n: usize) -> Result<Weight, ModelError> {
+        if !self.spelling.norms_less_one {
+            return self.vector(name, n);
+        }
+        let less_one = self.fetch_f32(name, n)?;
+        self.place_f32(less_one.iter().map(|weight| 1.0 + weight))
+    }
+
+    /// Vectors, `(name, n)` each, one behind the other as f32.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the tensor.
+    pub fn joined_f32(&mut self, vectors: &[(String, usize)]) -> Result<Weight, ModelError> {
+        let mut joined = Vec::new();
+        for (name, n) in vectors {
+            joined.extend(self.fetch_f32(name, *n)?);
+        }
+        self.place_f32(joined.into_iter())
+    }
+
+    fn fetch_f32(&mut self, name: &str, n: usize) -> Result<Vec<f32>, TensorError> {
+        let HostMatrix { format, codes, .. } = self.fetch_plain(&self.spelled(name), 1, n, &[n])?;
+        let halves = || codes.as_slice().chunks_exact(2).map(|b| [b[0], b[1]]);
+        Ok(match format {
+            Format::Bf16 => halves().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+            Format::F16 => halves().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
+            _ => bytemuck::allocation::pod_collect_to_vec(codes.as_slice()),
+        })
+    }
+
+    fn place_f32(&self, values: impl Iterator<Item = f32>) -> Result<Weight, ModelError> {
+        let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+        let (cols, codes) = (bytes.len() / 4, HostBytes::new(Arc::new(bytes)));
+        let vector = HostMatrix { format: Format::F32, rows: 1, cols, codes, scales: None, globals: None };
         Ok(self.place(&[vector])?.pieces()[0].clone())
     }
 
@@ -229,9 +322,9 @@ impl<'a> Weights<'a> {
     pub fn stacked(&mut self, pieces: &[(String, usize)], cols: usize) -> Result<Matrix, ModelError> {
         let mut fetched: Vec<HostMatrix> = Vec::new();
         for (name, rows) in pieces {
-            let piece = self.fetch_matrix(name, *rows, cols)?;
+            let piece = self.fetch_matrix(&self.spelled(name), *rows, cols)?;
             let format = fetched.first().map_or(piece.format, |first| first.format);
-            same_format(format, &pieces[0].0, piece.format, name)?;
+            same_format(format, &self.spelled(&pieces[0].0), piece.format, &self.spelled(name))?;
             fetched.push(piece);
         }
         self.place(&fetched)
@@ -253,7 +346,7 @@ impl<'a> Weights<'a> {
         let mut fetched = Vec::new();
         for e in 0..n_experts {
             let mut of = |what: &str, rows: usize, cols: usize| -> Result<HostMatrix, TensorError> {
-                let name = name(e, what);
+                let name = self.spelled(&name(e, what)).into_owned();
                 let matrix = self.fetch_matrix(&name, rows, cols)?;
                 let (wanted, first) = first.get_or_insert_with(|| (matrix.format, name.clone()));
                 same_format(*wanted, first, matrix.format, &name)?;
@@ -265,7 +358,49 @@ impl<'a> Weights<'a> {
                 of("down_proj", hidden, intermediate)?,
             ]);
         }
-        let (format, first) = first.expect("a layer has experts");
+        let (_, first) = first.expect("a layer has experts");
+        self.place_experts(&fetched, first)
+    }
+
+    /// The routed experts of the next MoE layer, whose number it gives, from one tensor `gate_up_proj` `[n_experts, 2 * intermediate,
+    /// hidden]` of a module and one `down_proj` `[n_experts, hidden, intermediate]`.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the tensor.
+    pub fn stacked_experts(
+        &mut self,
+        module: &str,
+        n_experts: usize,
+        hidden: usize,
+        intermediate: usize,
+    ) -> Result<usize, ModelError> {
+        let names =
+            ["gate_up_proj", "down_proj"].map(|what| self.spelled(&format!("{module}.{what}")).into_owned());
+        let shapes = [[n_experts, 2 * intermediate, hidden], [n_experts, hidden, intermediate]];
+        let mut fetch = |i: usize| {
+            let [n, rows, cols] = shapes[i];
+            self.fetch_plain(&names[i], n * rows, cols, &shapes[i])
+        };
+        let (gate_up, down) = (fetch(0)?, fetch(1)?);
+        same_format(gate_up.format, &names[0], down.format, &names[1])?;
+        let expert = |e: usize| {
+            let gate = 2 * e * intermediate..(2 * e + 1) * intermediate;
+            let up = gate.end..gate.end + intermediate;
+            [
+                plain_rows(&gate_up, gate),
+                plain_rows(&gate_up, up),
+                plain_rows(&down, e * hidden..(e + 1) * hidden),
+            ]
+        };
+        let fetched: Vec<_> = (0..n_experts).map(expert).collect();
+        let [first, _] = names;
+        self.place_experts(&fetched, first)
+    }
+
+    /// Gives the experts of a layer, gate, up and down, all of one format, their place. `first`: name of their first tensor.
+    fn place_experts(&mut self, fetched: &[[HostMatrix; 3]], first: String) -> Result<usize, ModelError> {
+        let [HostMatrix { format, rows: intermediate, cols: hidden, .. }, ..] = fetched[0];
+        let n_experts = fetched.len();
         if let LoadedExperts::Banked(banks) = &self.experts {
             if let Some(record) = banks.record() {
                 same_format(record.format, &self.first_expert, format, &first)?;
@@ -283,7 +418,7 @@ impl<'a> Weights<'a> {
         }
         let placed = if self.backend.caps().host_memory {
             let mut experts = Vec::new();
-            for [gate, up, down] in &fetched {
+            for [gate, up, down] in fetched {
                 let place = |matrix: &HostMatrix| -> Result<Weight, ModelError> {
                     Ok(self.place(std::slice::from_ref(matrix))?.pieces()[0].clone())
                 };
@@ -291,7 +426,7 @@ impl<'a> Weights<'a> {
             }
             Experts::InPlace(experts.into())
         } else {
-            let pool = self.resident_pool(format, hidden, intermediate, &fetched)?;
+            let pool = self.resident_pool(format, hidden, intermediate, fetched)?;
             Experts::Pool { pool: Arc::new(pool), layer: 0 }
         };
         let LoadedExperts::Placed(layers) = &mut self.experts else { unreachable!("returned above") };
@@ -343,6 +478,13 @@ fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError> {
         Dtype::F16 => Ok(Format::F16),
         found => Err(TensorError::Dtype { name: name.into(), found }),
     }
+}
+
+/// Some rows of a matrix that is codes only.
+fn plain_rows(matrix: &HostMatrix, rows: Range<usize>) -> HostMatrix {
+    let row_bytes = matrix.format.row_bytes(matrix.cols);
+    let codes = matrix.codes.slice(rows.start * row_bytes..rows.end * row_bytes);
+    HostMatrix { rows: rows.len(), codes, ..matrix.clone() }
 }
 
 /// One record from the gate, up and down matrices of an expert.

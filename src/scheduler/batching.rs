@@ -134,6 +134,16 @@ struct Running {
 }
 
 impl Running {
+    /// Tokens at which the prompt is looked at next where layers are recurrent: the last full page of its next common beginning, or
+    /// of all of it, then its end. What is computed until there can be kept.
+    fn next_stop(&self) -> usize {
+        let n_computed = self.sequence.n_computed();
+        let n_tokens = self.sequence.tokens().len();
+        let stops = self.request.anchors.iter().copied().chain([n_tokens]);
+        let full = stops.map(|n| n.min(n_tokens) / PAGE_TOKENS * PAGE_TOKENS);
+        full.filter(|&n| n > n_computed).min().unwrap_or(n_tokens)
+    }
+
     /// Whether its prompt is computed.
     fn decodes(&self) -> bool {
         self.sequence.pending().len() == 1 && self.usage.completion_tokens > 0
@@ -250,7 +260,8 @@ impl Worker {
             });
             let most = self.engine.context() - request.prompt.len();
             request.max_tokens = request.max_tokens.min(most);
-            let n_cached = self.engine.adopt(&mut sequence);
+            // Without what others have computed it is only slower.
+            let n_cached = self.engine.adopt(&mut sequence).unwrap_or(0);
             if drawn.is_empty() {
                 usage.cached_tokens = n_cached;
                 self.sums.cached_tokens += n_cached as u64;
@@ -271,6 +282,7 @@ impl Worker {
         let n = self.engine.chunk(running.sequence.pending().len());
         let is_cut = others_decode && !self.engine.streams(n);
         let n = if is_cut { n.min(piece(self.token_seconds)) } else { n };
+        let n = if self.engine.is_recurrent() { n.min(running.next_stop() - n_before) } else { n };
         let start = Instant::now();
         let is_done = match self.engine.compute_unit(&mut running.sequence, n) {
             Ok(is_done) => is_done,
@@ -287,10 +299,17 @@ impl Worker {
             let mean = self.token_seconds.get_or_insert(seconds);
             *mean += PIECE_WEIGHT * (seconds - *mean);
         }
+        let keeps = if self.engine.is_recurrent() {
+            n_computed.is_multiple_of(PAGE_TOKENS)
+        } else {
+            running.sequence.pending().is_empty()
+        };
+        if let Some(Err(error)) = keeps.then(|| self.engine.keep(&running.sequence)) {
+            return self.leave(i, Left::Failed(error.to_string()));
+        }
         let n_cached = running.usage.cached_tokens;
         drop(running.events.send(Event::Prefill { n_computed, n_cached }));
         if running.sequence.pending().is_empty() {
-            self.engine.keep(&running.sequence);
             match self.engine.pick(&running.sequence) {
                 Ok(()) => _ = self.choose(i, 0),
                 Err(error) => self.leave(i, Left::Failed(error.to_string())),
@@ -380,18 +399,23 @@ impl Worker {
     fn put_back(&mut self, i: usize) {
         let Running { request, events, mut sequence, usage, .. } = self.take(i);
         let drawn = sequence.tokens()[request.prompt.len()..].to_vec();
-        self.engine.keep(&sequence);
-        self.engine.release(&mut sequence);
+        self.end(&mut sequence);
         self.waiting.push_front(Waiting { request, events, drawn, usage });
+    }
+
+    /// Gives back what a sequence has, and keeps what is computed of it.
+    fn end(&mut self, sequence: &mut Sequence) {
+        // A device that cannot be read fails the next step too, which tells why.
+        drop(self.engine.end(sequence));
     }
 
     /// Lets a request go and tells its client.
     fn leave(&mut self, i: usize, left: Left) {
         let Running { events, mut sequence, usage, .. } = self.take(i);
-        if !matches!(left, Left::Failed(_)) {
-            self.engine.keep(&sequence);
+        match left {
+            Left::Failed(_) => self.engine.release(&mut sequence),
+            Left::Ended(_) | Left::Cancelled => self.end(&mut sequence),
         }
-        self.engine.release(&mut sequence);
         self.sums.n_ended += 1;
         let last = match left {
             Left::Ended(stop) => Event::Ended(Ended { stop, usage }),
@@ -408,10 +432,12 @@ impl Worker {
 
     /// Takes a request out; its chunk may be half way through the layers.
     fn take(&mut self, i: usize) -> Running {
-        if self.running.iter().position(|running| !running.decodes()) == Some(i) {
-            self.engine.abandon();
+        let reads = self.running.iter().position(|running| !running.decodes()) == Some(i);
+        let mut running = self.running.remove(i);
+        if reads {
+            self.engine.abandon(&mut running.sequence);
         }
-        self.running.remove(i)
+        running
     }
 
     fn divide(&mut self, division: Division) -> Result<Cache, String> {

@@ -5,7 +5,7 @@
 
 use freetoken_backend::{
     Backend, Combine, CombineParams, EditLogits, EditLogitsParams, Format, KvCache, LogitEdit, Op,
-    PAGE_TOKENS, RopeCache, RopeCacheParams, View, Weight,
+    PAGE_TOKENS, RopeCache, RopeCacheParams, SharedExpert, View, Weight,
 };
 use freetoken_cpu::Cpu;
 
@@ -31,8 +31,14 @@ fn combine_adds_live_routes_to_their_row() {
     let x = with(&cpu, &[1.0_f32, 2.0, 3.0, 4.0]);
     let parts = with(&cpu, &[10.0_f32, 20.0, 100.0, 200.0, f32::NAN, f32::NAN, 1000.0, 2000.0]);
     let ids = with(&cpu, &[0, 5, -1, 7]);
-    run(&cpu, Combine { x: x.clone(), parts, ids, p: CombineParams { n_rows: 2, top_k: 2, hidden: 2 } });
+    let p = CombineParams { n_rows: 2, top_k: 2, hidden: 2 };
+    let combine = Combine { x: x.clone(), parts, ids, shared: None, p };
+    run(&cpu, combine.clone());
     assert_eq!(floats(&cpu, &x), [111.0, 222.0, 1003.0, 2004.0]);
+    let rows = with(&cpu, &[1.0_f32, 2.0, 3.0, 4.0]);
+    let shared = Some(SharedExpert { rows, gates: with(&cpu, &[0.5_f32, 0.0]) });
+    run(&cpu, Combine { shared, ids: with(&cpu, &[-1; 4]), ..combine });
+    assert_eq!(floats(&cpu, &x), [111.5, 223.0, 1003.0, 2004.0]);
 }
 
 #[test]
@@ -77,6 +83,7 @@ fn rope_cache_turns_halves_and_stores_by_page() {
             q: out.clone(),
             kv: kv.clone(),
             qkv,
+            gated: false,
             q_norm: None,
             k_norm: Some(k_norm),
             rotary: with(&cpu, &[1.0_f32, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0]),

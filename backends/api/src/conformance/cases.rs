@@ -4,10 +4,11 @@ use half::bf16;
 
 use super::{Arena, Case, Fill};
 use crate::{
-    Activation, Attention, AttentionParams, Combine, CombineParams, EditLogits, EditLogitsParams, Embed,
-    EmbedParams, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertWeights, Experts, Format, KvCache, LogitEdit,
-    MatMul, MatMulParams, Matrix, Op, PAGE_TOKENS, Result, RopeCache, RopeCacheParams, Route, RouteParams,
-    Stage, TopLogits, TopLogitsParams, View, record,
+    Activation, Attention, AttentionGate, AttentionParams, Combine, CombineParams, EditLogits,
+    EditLogitsParams, Embed, EmbedParams, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertWeights, Experts,
+    Format, GatedDelta, GatedDeltaParams, KvCache, LogitEdit, MatMul, MatMulParams, Matrix, Op, PAGE_TOKENS,
+    Result, RopeCache, RopeCacheParams, Route, RouteParams, SharedExpert, SharedGate, ShortConv,
+    ShortConvParams, Span, Stage, TopLogits, TopLogitsParams, View, Weight, record,
 };
 
 /// Formats that are codes only: every op takes them.
@@ -56,7 +57,11 @@ pub fn cases() -> Vec<Case> {
     for (format, name) in [(Format::F32, "f32"), (Format::Bf16, "bf16")] {
         for (n, norm, rotary_dim) in [(1, true, 32), (5, true, 32), (5, false, 32), (17, true, 8)] {
             let name = format!("rope_cache/{name} n={n} norm={norm} rotary={rotary_dim}");
-            cases.push(case(name, move |a| rope_cache(a, format, n, norm, rotary_dim)));
+            cases.push(case(name, move |a| rope_cache(a, format, n, norm, rotary_dim, false)));
+        }
+        for n in [1, 17] {
+            let name = format!("rope_cache/{name} n={n} gated");
+            cases.push(case(name, move |a| rope_cache(a, format, n, true, 8, true)));
         }
         for (kind, lengths) in [
             ("decode", vec![(0, 1), (1, 16), (2, 17), (3, 100)]),
@@ -69,15 +74,52 @@ pub fn cases() -> Vec<Case> {
             for (heads, kv_heads, head_dim) in [(4, 2, 32), (8, 1, 64), (3, 3, 16), (8, 2, 128)] {
                 let lengths = lengths.clone();
                 let name = format!("attention/{kind} {name} {heads}:{kv_heads}x{head_dim}");
-                cases.push(case(name, move |a| attention(a, format, &lengths, heads, kv_heads, head_dim)));
+                cases.push(case(name, move |a| {
+                    attention(a, format, &lengths, heads, kv_heads, head_dim, false)
+                }));
             }
+        }
+        for (kind, lengths) in [
+            ("decode", vec![(0, 33), (-1, 1), (3, 100)]),
+            ("long decode", vec![(2, 1999)]),
+            ("prefill", (0..40).map(|i| (0, i + 1)).collect()),
+        ] {
+            for (heads, kv_heads, head_dim) in [(4, 2, 32), (8, 1, 256)] {
+                let lengths = lengths.clone();
+                let name = format!("attention/gated {kind} {name} {heads}:{kv_heads}x{head_dim}");
+                cases.push(case(name, move |a| {
+                    attention(a, format, &lengths, heads, kv_heads, head_dim, true)
+                }));
+            }
+        }
+    }
+    for (kind, spans) in spans() {
+        for (channels, kernel, format) in [(96, 4, Format::Bf16), (33, 2, Format::F32), (64, 8, Format::F16)]
+        {
+            let spans = spans.clone();
+            let name = format!("short_conv/{format} {kind} {channels}x{kernel}");
+            cases.push(case(name, move |a| short_conv(a, &spans, channels, kernel, format)));
+        }
+        for shape in [
+            DeltaShape { key_heads: 2, value_heads: 4, key_dim: 16, value_dim: 16, ..DELTA },
+            DeltaShape { key_heads: 1, value_heads: 3, key_dim: 32, value_dim: 24, ..DELTA },
+            DELTA,
+            DeltaShape { forgets: false, ..DELTA },
+        ] {
+            let spans = spans.clone();
+            let DeltaShape { key_heads, value_heads, key_dim, value_dim, forgets } = shape;
+            let memory = if forgets { "" } else { " long memory" };
+            let name = format!("gated_delta/{kind} {key_heads}:{value_heads} {key_dim}x{value_dim}{memory}");
+            cases.push(case(name, move |a| gated_delta(a, &spans, shape)));
         }
     }
     for (n, experts, top_k) in [(1, 8, 2), (5, 32, 4), (3, 128, 8), (33, 60, 1), (2, 6, 6)] {
         for renormalize in [0, 1] {
             let name = format!("route/n={n} {top_k} of {experts} renormalize={renormalize}");
-            cases.push(case(name, move |a| route(a, n, experts, top_k, renormalize)));
+            cases.push(case(name, move |a| route(a, n, experts, top_k, renormalize, false)));
         }
+        let name = format!("route/n={n} {top_k} of {experts} with a shared expert");
+        cases.push(case(name, move |a| route(a, n, experts, top_k, 1, true)));
     }
     for format in PLAIN_FORMATS.into_iter().chain(QUANTISED) {
         for pool in [false, true] {
@@ -95,7 +137,9 @@ pub fn cases() -> Vec<Case> {
         }
     }
     for n in [1, 6] {
-        cases.push(case(format!("combine/n={n}"), move |a| combine(a, n, 96, 4)));
+        cases.push(case(format!("combine/n={n}"), move |a| combine(a, n, 96, 4, false)));
+        let name = format!("combine/n={n} with a shared expert");
+        cases.push(case(name, move |a| combine(a, n, 96, 4, true)));
     }
     cases.push(case("edit_logits".into(), edit_logits));
     for (n, vocab, k) in [(1, 320, 256), (3, 1000, 256), (2, 40, 40), (1, 30_000, 256), (2, 5000, 1)] {
@@ -190,6 +234,7 @@ fn rope_cache(
     n: usize,
     norm: bool,
     rotary_dim: usize,
+    gated: bool,
 ) -> Result<Vec<Stage>> {
     let (heads, kv_heads, d, max_positions, n_pages) = (4, 2, 32, 64, 3);
     let slots: Vec<i32> = (0..n as i32).map(|i| (i * 5) % 32 + 16).collect();
@@ -205,7 +250,8 @@ fn rope_cache(
     let prepare = RopeCache {
         q: q.clone(),
         kv: kv.clone(),
-        qkv: a.input(n * (heads + 2 * kv_heads) * d, Fill::Uniform(1.0))?,
+        qkv: a.input(n * (heads * (1 + gated as usize) + 2 * kv_heads) * d, Fill::Uniform(1.0))?,
+        gated,
         q_norm: if norm { Some(a.norm(d)?) } else { None },
         k_norm: if norm { Some(a.norm(d)?) } else { None },
         rotary: a.input(max_positions * rotary_dim, Fill::Uniform(1.0))?,
@@ -228,6 +274,7 @@ fn rope_cache(
         block_table: a.fixed(&[1, 2])?,
         sequences: a.fixed(&[0])?,
         positions: a.fixed(&[31])?,
+        gate: None,
         p: AttentionParams {
             n_rows: 1,
             n_sequences: 1,
@@ -249,6 +296,7 @@ fn attention(
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
+    gated: bool,
 ) -> Result<Vec<Stage>> {
     let longest = rows.iter().map(|row| row.1 as usize).max().unwrap_or(0);
     let (n, n_sequences, max_pages) = (rows.len(), 4, longest.div_ceil(PAGE_TOKENS).max(7));
@@ -263,6 +311,14 @@ fn attention(
         block_table: a.fixed(&table)?,
         sequences: a.fixed(&rows.iter().map(|r| r.0).collect::<Vec<_>>())?,
         positions: a.fixed(&rows.iter().map(|r| r.1 - 1).collect::<Vec<_>>())?,
+        gate: match gated {
+            // Keys and values stand behind the gates.
+            true => {
+                let width = (2 * heads + 2 * kv_heads) * head_dim;
+                Some(AttentionGate { rows: a.input(n * width, Fill::Uniform(3.0))?, width: width as u32 })
+            }
+            false => None,
+        },
         p: AttentionParams {
             n_rows: n as u32,
             n_sequences: n_sequences as u32,
@@ -275,7 +331,121 @@ fn attention(
     })
 }
 
-fn route(a: &mut Arena<'_>, n: usize, experts: usize, top_k: usize, renormalize: u32) -> Result<Vec<Stage>> {
+/// Spans of (first row, end, slot, resumes), and how many rows there are.
+type Spans = (Vec<(i32, i32, i32, i32)>, usize);
+
+/// Slots are in no order, and one of them belongs to nobody.
+const N_SLOTS: usize = 6;
+
+/// Decode and prefill, from zeros and from a state, with padding behind and between; around the chunks that kernels compute in.
+fn spans() -> Vec<(&'static str, Spans)> {
+    let one = |n: i32, resumes: i32| (vec![(0, n, 3, resumes)], n as usize);
+    vec![
+        ("decode", one(1, 1)),
+        ("first token", one(1, 0)),
+        ("decode n=4", (vec![(0, 1, 2, 1), (1, 2, 5, 0), (2, 3, 1, 1), (3, 4, 4, 1)], 4)),
+        ("decode padded", (vec![(0, 1, 4, 1), (1, 2, 1, 1), (2, 2, 0, 0), (2, 2, 0, 0)], 4)),
+        ("two rows", one(2, 1)),
+        ("prefill n=63", one(63, 0)),
+        ("prefill n=64", one(64, 1)),
+        ("prefill n=65", one(65, 1)),
+        ("prefill n=200", one(200, 0)),
+        ("prefill padded", (vec![(0, 41, 5, 1), (41, 41, 0, 0)], 64)),
+        ("two prompts", (vec![(0, 70, 2, 0), (70, 72, 1, 1), (75, 145, 5, 1)], 150)),
+    ]
+}
+
+fn fixed_spans(a: &mut Arena<'_>, (spans, _): &Spans) -> Result<View> {
+    let span = |&(first, end, slot, resumes): &(i32, i32, i32, i32)| Span { first, end, slot, resumes };
+    a.fixed(&spans.iter().map(span).collect::<Vec<_>>())
+}
+
+fn short_conv(
+    a: &mut Arena<'_>,
+    spans: &Spans,
+    channels: usize,
+    kernel: usize,
+    format: Format,
+) -> Result<Vec<Stage>> {
+    let (n, x_width) = (spans.1, channels + 40);
+    let span_of = |row: i32| spans.0.iter().position(|span| (span.0..span.1).contains(&row));
+    let sequences: Vec<i32> = (0..n as i32).map(|row| span_of(row).map_or(-1, |span| span as i32)).collect();
+    one(ShortConv {
+        out: a.output(n * channels)?,
+        state: a.updated(N_SLOTS * (kernel - 1) * channels, Fill::Uniform(1.0))?,
+        x: a.input(n * x_width, Fill::Uniform(1.0))?,
+        weight: a.weight(format, channels, kernel, 1.0)?,
+        sequences: a.fixed(&sequences)?,
+        spans: fixed_spans(a, spans)?,
+        p: ShortConvParams {
+            n_rows: n as u32,
+            n_sequences: spans.0.len() as u32,
+            n_slots: N_SLOTS as u32,
+            channels: channels as u32,
+            x_width: x_width as u32,
+            kernel: kernel as u32,
+        },
+    })
+}
+
+#[derive(Clone, Copy)]
+struct DeltaShape {
+    key_heads: usize,
+    value_heads: usize,
+    key_dim: usize,
+    value_dim: usize,
+    /// Whether a state is gone after some rows.
+    forgets: bool,
+}
+
+const DELTA: DeltaShape =
+    DeltaShape { key_heads: 2, value_heads: 4, key_dim: 128, value_dim: 128, forgets: true };
+
+fn gated_delta(a: &mut Arena<'_>, spans: &Spans, s: DeltaShape) -> Result<Vec<Stage>> {
+    let n = spans.1;
+    let z_width = s.value_heads * (s.value_dim + 2) + 5;
+    // b and a behind z, as one projection gives them, and by themselves.
+    let projected = a.input(n * z_width, Fill::Uniform(2.0))?;
+    let (ba, ba_width, ba_start) = match s.forgets {
+        true => (projected.clone(), z_width, s.value_heads * s.value_dim + 3),
+        false => (a.input(n * 2 * s.value_heads, Fill::Uniform(2.0))?, 2 * s.value_heads, 0),
+    };
+    let n_constants = 2 * s.value_heads + s.value_dim;
+    let constants = if s.forgets { Fill::Uniform(1.0) } else { Fill::Around(-4.0) };
+    let p = GatedDeltaParams {
+        n_rows: n as u32,
+        n_sequences: spans.0.len() as u32,
+        n_slots: N_SLOTS as u32,
+        n_key_heads: s.key_heads as u32,
+        n_value_heads: s.value_heads as u32,
+        key_dim: s.key_dim as u32,
+        value_dim: s.value_dim as u32,
+        z_width: z_width as u32,
+        z_start: 3,
+        ba_width: ba_width as u32,
+        ba_start: ba_start as u32,
+        eps: EPS,
+    };
+    one(GatedDelta {
+        out: a.output(n * s.value_heads * s.value_dim)?,
+        state: a.updated(N_SLOTS * p.state_values() as usize, Fill::Uniform(0.5))?,
+        qkv: a.input(n * p.qkv_width() as usize, Fill::Uniform(1.0))?,
+        z: projected,
+        ba,
+        constants: Weight::plain(a.input(n_constants, constants)?, Format::F32, 1, n_constants),
+        spans: fixed_spans(a, spans)?,
+        p,
+    })
+}
+
+fn route(
+    a: &mut Arena<'_>,
+    n: usize,
+    experts: usize,
+    top_k: usize,
+    renormalize: u32,
+    shared: bool,
+) -> Result<Vec<Stage>> {
     let hidden = 96;
     let sequences: Vec<i32> = (0..n as i32).map(|i| if i % 4 == 3 { -1 } else { i }).collect();
     let weights = a.updated(n * top_k, Fill::Uniform(0.0))?;
@@ -287,6 +457,10 @@ fn route(a: &mut Arena<'_>, n: usize, experts: usize, top_k: usize, renormalize:
         norm: a.norm(hidden)?,
         router: a.weight(Format::Bf16, experts, hidden, 0.5)?,
         sequences: a.fixed(&sequences)?,
+        shared_gate: match shared {
+            true => Some(SharedGate { out: a.output(n)?, weight: a.weight(Format::Bf16, 1, hidden, 0.5)? }),
+            false => None,
+        },
         p: RouteParams {
             n_rows: n as u32,
             hidden: hidden as u32,
@@ -387,12 +561,19 @@ fn pooled_experts(a: &mut Arena<'_>, s: ExpertShape) -> Result<Experts> {
     Ok(Experts::Pool { pool: pool.into(), layer: 1 })
 }
 
-fn combine(a: &mut Arena<'_>, n: usize, hidden: usize, top_k: usize) -> Result<Vec<Stage>> {
+fn combine(a: &mut Arena<'_>, n: usize, hidden: usize, top_k: usize, shared: bool) -> Result<Vec<Stage>> {
     let ids: Vec<i32> = (0..n * top_k).map(|i| if i % 7 == 6 { -1 } else { i as i32 }).collect();
     one(Combine {
         x: a.updated(n * hidden, Fill::Uniform(1.0))?,
         parts: a.input(n * top_k * hidden, Fill::Uniform(1.0))?,
         ids: a.fixed(&ids)?,
+        shared: match shared {
+            true => Some(SharedExpert {
+                rows: a.input(n * hidden, Fill::Uniform(1.0))?,
+                gates: a.input(n, Fill::Uniform(1.0))?,
+            }),
+            false => None,
+        },
         p: CombineParams { n_rows: n as u32, top_k: top_k as u32, hidden: hidden as u32 },
     })
 }

@@ -1,5 +1,6 @@
 //! Causal attention over a paged cache: `out[n, h] = softmax(scale * q[n, h] . K) . V` over positions `0 ..= positions[n]` of
-//! the row's own sequence. Query head `h` reads key-value head `h / (n_heads / n_kv_heads)`.
+//! the row's own sequence. Query head `h` reads key-value head `h / (n_heads / n_kv_heads)`. With a gate the result is multiplied
+//! with its sigmoid.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -21,8 +22,19 @@ pub struct Attention {
     pub sequences: View,
     /// i32 `[n_rows]`
     pub positions: View,
+    /// What the result is multiplied with, where it is.
+    pub gate: Option<AttentionGate>,
     /// Sizes.
     pub p: AttentionParams,
+}
+
+/// Gates where the `qkv` of a gated [`super::RopeCache`] has them.
+#[derive(Debug, Clone)]
+pub struct AttentionGate {
+    /// f32 `[n_rows, width]`: the gate of element i of head h is in column `(2 * h + 1) * head_dim + i`.
+    pub rows: View,
+    /// Columns.
+    pub width: u32,
 }
 
 /// Parameters of [`Attention`].
@@ -54,14 +66,17 @@ impl OpSpec for Attention {
         let p = &self.p;
         let (n, q) = (p.n_rows as usize, (p.n_heads * p.head_dim) as usize);
         let page = KvCache::page_bytes(self.kv.format, p.n_kv_heads as usize, p.head_dim as usize);
-        vec![
+        let mut bindings = vec![
             write("out", &self.out, words(n * q)),
             read("q", &self.q, words(n * q)),
             read("kv", &self.kv.view, self.kv.n_pages * page),
             read("block_table", &self.block_table, words((p.n_sequences * p.max_pages) as usize)),
             read("sequences", &self.sequences, words(n)),
             read("positions", &self.positions, words(n)),
-        ]
+        ];
+        bindings
+            .extend(self.gate.as_ref().map(|gate| read("gate", &gate.rows, words(n * gate.width as usize))));
+        bindings
     }
 
     fn params(&self) -> &[u8] {
@@ -83,5 +98,7 @@ impl OpSpec for Attention {
             self.p.n_kv_heads > 0 && self.p.n_heads.is_multiple_of(self.p.n_kv_heads),
             "attention: heads"
         );
+        let gates = 2 * self.p.n_heads * self.p.head_dim;
+        assert!(self.gate.as_ref().is_none_or(|gate| gate.width >= gates), "attention: gate");
     }
 }

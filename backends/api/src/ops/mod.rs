@@ -9,19 +9,23 @@ mod combine;
 mod edit_logits;
 mod embed;
 mod expert_mlp;
+mod gated_delta;
 mod matmul;
 mod rope_cache;
 mod route;
+mod short_conv;
 mod top_logits;
 
-pub use attention::{Attention, AttentionParams};
-pub use combine::{Combine, CombineParams};
+pub use attention::{Attention, AttentionGate, AttentionParams};
+pub use combine::{Combine, CombineParams, SharedExpert};
 pub use edit_logits::{EditLogits, EditLogitsParams, LogitEdit};
 pub use embed::{Embed, EmbedParams};
 pub use expert_mlp::{ExpertMlp, ExpertMlpParams};
+pub use gated_delta::{GatedDelta, GatedDeltaParams};
 pub use matmul::{Activation, MatMul, MatMulParams};
 pub use rope_cache::{KvCache, PAGE_TOKENS, RopeCache, RopeCacheParams};
-pub use route::{Route, RouteParams};
+pub use route::{Route, RouteParams, SharedGate};
+pub use short_conv::{MAX_CONV_KERNEL, ShortConv, ShortConvParams, Span};
 pub use top_logits::{MAX_TOP_LOGITS, TopLogits, TopLogitsParams};
 
 use crate::{Experts, Matrix, View, Weight};
@@ -86,7 +90,10 @@ macro_rules! ops {
     };
 }
 
-ops!(Embed, MatMul, RopeCache, Attention, Route, ExpertMlp, Combine, EditLogits, TopLogits);
+ops!(
+    Embed, MatMul, RopeCache, Attention, ShortConv, GatedDelta, Route, ExpertMlp, Combine, EditLogits,
+    TopLogits
+);
 
 impl Op {
     /// Stem of its kernels, cases and bench rows.

@@ -1,7 +1,8 @@
 //! Splits a row of q, k and v, norms q and k per head, rotates them, and writes k and v to the paged cache.
 //!
 //! Rotation is NeoX style: dimension `i` of the first `rotary_dim` pairs with `i + rotary_dim / 2`;
-//! `(a, b) -> (a cos - b sin, b cos + a sin)`. Dimensions from `rotary_dim` on pass unchanged.
+//! `(a, b) -> (a cos - b sin, b cos + a sin)`. Dimensions from `rotary_dim` on pass unchanged. With `gated`, each head of q is
+//! followed by as many gates, which are left for [`super::Attention`].
 
 use bytemuck::{Pod, Zeroable};
 
@@ -36,8 +37,10 @@ pub struct RopeCache {
     pub q: View,
     /// Where k and v go.
     pub kv: KvCache,
-    /// f32 `[n_rows, (n_heads + 2 * n_kv_heads) * head_dim]`: q, then k, then v.
+    /// f32 `[n_rows, qkv_width]`: q, then k, then v; see [`RopeCache::qkv_width`].
     pub qkv: View,
+    /// Whether `qkv` holds `[query | gate]` for each query head, `head_dim` each.
+    pub gated: bool,
     /// RMS norm over each head of q, `[1, head_dim]`.
     pub q_norm: Option<Weight>,
     /// RMS norm over each head of k, `[1, head_dim]`.
@@ -72,6 +75,18 @@ pub struct RopeCacheParams {
     pub eps: f32,
 }
 
+impl RopeCache {
+    /// Columns from one head of q to the next.
+    pub fn q_stride(&self) -> u32 {
+        if self.gated { 2 * self.p.head_dim } else { self.p.head_dim }
+    }
+
+    /// Columns of `qkv`: `n_heads` of q's stride, then k and v, `n_kv_heads * head_dim` each.
+    pub fn qkv_width(&self) -> u32 {
+        self.p.n_heads * self.q_stride() + 2 * self.p.n_kv_heads * self.p.head_dim
+    }
+}
+
 impl OpSpec for RopeCache {
     fn name(&self) -> &'static str {
         "rope_cache"
@@ -80,12 +95,11 @@ impl OpSpec for RopeCache {
     fn bindings(&self) -> Vec<Binding<'_>> {
         let p = &self.p;
         let (n, d) = (p.n_rows as usize, p.head_dim as usize);
-        let (q, kv) = (p.n_heads as usize * d, p.n_kv_heads as usize * d);
         let kv_bytes = self.kv.n_pages * KvCache::page_bytes(self.kv.format, p.n_kv_heads as usize, d);
         let mut bindings = vec![
-            write("q", &self.q, words(n * q)),
+            write("q", &self.q, words(n * p.n_heads as usize * d)),
             read_write("kv", &self.kv.view, kv_bytes),
-            read("qkv", &self.qkv, words(n * (q + 2 * kv))),
+            read("qkv", &self.qkv, words(n * self.qkv_width() as usize)),
         ];
         bindings.extend(self.q_norm.as_ref().map(|w| weight("q_norm", w)));
         bindings.extend(self.k_norm.as_ref().map(|w| weight("k_norm", w)));

@@ -1,4 +1,4 @@
-//! The router of a MoE layer: norm, gate, softmax over all experts, top-k.
+//! The router of a MoE layer: norm, gate, softmax over all experts, top-k; and the gate of a shared expert.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -23,8 +23,19 @@ pub struct Route {
     pub router: Weight,
     /// i32 `[n_rows]`: -1 for padding.
     pub sequences: View,
+    /// The gate of an expert that every row passes, where there is one.
+    pub shared_gate: Option<SharedGate>,
     /// Sizes.
     pub p: RouteParams,
+}
+
+/// How much of a shared expert a row takes.
+#[derive(Debug, Clone)]
+pub struct SharedGate {
+    /// f32 `[n_rows]`: `sigmoid(weight . normed[n])`, of padded rows too.
+    pub out: View,
+    /// `[1, hidden]`
+    pub weight: Weight,
 }
 
 /// Parameters of [`Route`].
@@ -52,15 +63,20 @@ impl OpSpec for Route {
 
     fn bindings(&self) -> Vec<Binding<'_>> {
         let (n, k, h) = (self.p.n_rows as usize, self.p.top_k as usize, self.p.hidden as usize);
-        vec![
+        let mut bindings = vec![
             write("ids", &self.ids, words(n * k)),
             write("weights", &self.weights, words(n * k)),
             write("normed", &self.normed, words(n * h)),
+        ];
+        bindings.extend(self.shared_gate.as_ref().map(|gate| write("shared_gate.out", &gate.out, words(n))));
+        bindings.extend([
             read("x", &self.x, words(n * h)),
             weight("norm", &self.norm),
             weight("router", &self.router),
             read("sequences", &self.sequences, words(n)),
-        ]
+        ]);
+        bindings.extend(self.shared_gate.as_ref().map(|gate| weight("shared_gate.weight", &gate.weight)));
+        bindings
     }
 
     fn params(&self) -> &[u8] {
@@ -85,6 +101,10 @@ impl OpSpec for Route {
         assert_eq!(self.norm.cols, p.hidden as usize, "route: norm");
         self.norm.check_plain("route: norm");
         self.router.check_plain("route: router");
+        if let Some(gate) = &self.shared_gate {
+            assert_eq!((gate.weight.rows, gate.weight.cols), (1, p.hidden as usize), "route: shared gate");
+            gate.weight.check_plain("route: shared gate");
+        }
         assert!(p.top_k >= 1 && p.top_k <= p.n_experts, "route: top_k {} of {}", p.top_k, p.n_experts);
     }
 }

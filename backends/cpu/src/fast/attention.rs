@@ -9,6 +9,7 @@ use crate::{
     isa::{self, KvRow},
     memory::{slice, slice_mut},
     parallel::{Rows, for_each_row, for_each_tile},
+    reference::sigmoid,
 };
 
 /// Query heads that share a pass.
@@ -75,6 +76,10 @@ pub(super) fn attention(fast: &Fast, op: &Attention, scratch: &mut Scratch) {
             }
             if sum > 0.0 {
                 out.iter_mut().for_each(|out| *out /= sum);
+            }
+            if let Some(gate) = &op.gate {
+                let gates = &slice::<f32>(&gate.rows)[row * gate.width as usize + (2 * head + 1) * d..];
+                out.iter_mut().zip(gates).for_each(|(out, gate)| *out *= sigmoid(*gate));
             }
         }
     });

@@ -3,9 +3,11 @@
 mod attention;
 mod embed;
 mod expert_mlp;
+mod gated_delta;
 mod matmul;
 mod route;
 mod scratch;
+mod short_conv;
 mod top_logits;
 
 use std::ops::Range;
@@ -71,6 +73,8 @@ impl Fast {
             Op::MatMul(op) => matmul::matmul(self, op, scratch),
             Op::RopeCache(op) => reference::rope_cache(op),
             Op::Attention(op) => attention::attention(self, op, scratch),
+            Op::ShortConv(op) => short_conv::short_conv(self, op, scratch),
+            Op::GatedDelta(op) => gated_delta::gated_delta(self, op, scratch),
             Op::Route(op) => route::route(self, op, scratch),
             Op::ExpertMlp(op) => {
                 expert_mlp::expert_mlp(self, op, slice(&op.ids), &|id| find(op, id), scratch)

@@ -6,7 +6,7 @@ use super::{Activations, Fast, ROW_BLOCK, Scratch, rms_norm, widen};
 use crate::{
     memory::{slice, slice_mut},
     parallel::{MAX_TILE_COLS, Rows, for_each_row, for_each_tile, tile_cols},
-    reference::choose,
+    reference::{choose, sigmoid},
     stored::Stored,
 };
 
@@ -21,6 +21,13 @@ pub(super) fn route(fast: &Fast, op: &Route, scratch: &mut Scratch) {
         rms_norm(&x[row * hidden..][..hidden], norm, op.p.eps, out)
     });
 
+    if let Some(gate) = &op.shared_gate {
+        let gates = &mut slice_mut::<f32>(&gate.out)[..n];
+        for (normed, out) in normed.chunks_exact(hidden).zip(gates.chunks_exact_mut(1)) {
+            fast.dot(Stored::of(&gate.weight), Activations::F32(normed), out);
+            out[0] = sigmoid(out[0]);
+        }
+    }
     let normed = Activations::F32(normed);
     let router = Stored::of(&op.router);
     let logits = &mut scratch.partial[..n * n_experts];

@@ -1,9 +1,11 @@
 //! Memory that fast paths write on the way. It grows when an op is recorded, and never in a step.
 
+use std::ops::Range;
+
 use freetoken_backend::{Format, Op};
 use half::bf16;
 
-use super::{attention, top_logits};
+use super::{attention, gated_delta, top_logits};
 use crate::isa::{Block, n_blocks};
 
 /// Activations as bf16, or as whole numbers.
@@ -26,7 +28,8 @@ impl Rounded {
 /// Buffers shared by all ops of a backend: one op runs at a time.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// Normed or gathered activations, `[n_rows, in_features]`; an expert's output rows in order of expert.
+    /// Normed or gathered activations, `[n_rows, in_features]`; an expert's output rows in order of expert; what the delta rule
+    /// takes.
     pub(super) rows: Vec<f32>,
     /// The same, rounded.
     pub(super) rounded: Rounded,
@@ -34,7 +37,7 @@ pub(crate) struct Scratch {
     pub(super) inner: Vec<f32>,
     /// The same, rounded.
     pub(super) inner_rounded: Rounded,
-    /// A norm's weight.
+    /// A norm's weight, or a convolution's.
     pub(super) norm: Vec<f32>,
     /// Router logits `[n_rows, n_experts]`, attention's partial sums, partial sums of exponentials.
     pub(super) partial: Vec<f32>,
@@ -52,6 +55,10 @@ pub(crate) struct Scratch {
     pub(super) experts: Vec<u32>,
     /// First place of each expert, while routes are sorted.
     pub(super) starts: Vec<u32>,
+    /// Rows of each sequence.
+    pub(super) row_spans: Vec<Range<usize>>,
+    /// Slots of their states.
+    pub(super) slot_spans: Vec<Range<usize>>,
     /// Ids of a route point without what the host computes.
     pub(crate) ids: Vec<i32>,
 }
@@ -93,6 +100,13 @@ impl Scratch {
                 self.experts.reserve(n_experts.saturating_sub(self.experts.len()));
             }
             Op::Attention(op) => grow(&mut self.partial, attention::scratch_values(op, n_workers)),
+            Op::ShortConv(op) => grow(&mut self.norm, (op.p.channels * op.p.kernel) as usize),
+            Op::GatedDelta(op) => {
+                grow(&mut self.rows, gated_delta::scratch_values(op));
+                for spans in [&mut self.row_spans, &mut self.slot_spans] {
+                    spans.reserve((op.p.n_sequences as usize).saturating_sub(spans.len()));
+                }
+            }
             Op::TopLogits(op) => {
                 grow(&mut self.partial, top_logits::scratch_values(op));
                 self.keys.reserve(top_logits::MAX_KEYS.saturating_sub(self.keys.len()));

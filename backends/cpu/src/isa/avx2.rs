@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // Intrinsics; see `Lanes` for what each function asks of its caller.
 
 use super::{
-    Block, Kernels, NibbleKernels, kernels, nibble_kernels,
+    Block, DeltaRow, Kernels, NibbleKernels, kernels, nibble_kernels,
     nibbles::{self, Bytes, Nibbles, dot_nibbles},
     scalar,
     scaled::{Code, Decode, Fp8, Mxfp4, Nvfp4, Scaled, dot_scaled},

@@ -242,6 +242,33 @@ pub(crate) fn axpy_kv(isa: Isa, p: f32, v: KvRow<'_>, acc: &mut [f32]) {
     }
 }
 
+/// One row of the delta rule for one head.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeltaRow<'a> {
+    /// What is left of the state.
+    pub(crate) decay: f32,
+    /// How far the state is corrected.
+    pub(crate) beta: f32,
+    /// `[key_dim]`
+    pub(crate) q: &'a [f32],
+    /// `[key_dim]`
+    pub(crate) k: &'a [f32],
+    /// `[value_dim]`
+    pub(crate) v: &'a [f32],
+}
+
+/// `S = decay S;  u = beta (v - S^T k);  S += k u^T;  out = S^T q` over a state S `[key_dim, value_dim]`.
+///
+/// # Panics
+/// If a slice does not have the length that its shape states.
+pub(crate) fn delta(isa: Isa, row: DeltaRow<'_>, state: &mut [f32], out: &mut [f32]) {
+    assert_eq!(row.q.len(), row.k.len(), "q and k are as wide");
+    assert_eq!(row.v.len(), out.len(), "v and out are as wide");
+    assert_eq!(Some(state.len()), row.k.len().checked_mul(row.v.len()), "the state is [key_dim, value_dim]");
+    // SAFETY: `isa` exists, so the CPU has the instructions of its kernels.
+    unsafe { (isa.0.delta)(row, state, out) }
+}
+
 /// Rounds `x` to bf16, to nearest, ties to even; a NaN stays a NaN.
 ///
 /// # Panics
@@ -280,6 +307,7 @@ struct Kernels {
     row_bf16: unsafe fn(&[f32], &[bf16]) -> f32,
     axpy_f32: unsafe fn(f32, &[f32], &mut [f32]),
     axpy_bf16: unsafe fn(f32, &[bf16], &mut [f32]),
+    delta: unsafe fn(DeltaRow<'_>, &mut [f32], &mut [f32]),
     to_bf16: unsafe fn(&[f32], &mut [bf16]),
     xor_words: unsafe fn(&[u8]) -> u64,
 }
@@ -321,6 +349,7 @@ macro_rules! kernels {
             row_bf16: row::<bf16>,
             axpy_f32: axpy::<f32>,
             axpy_bf16: axpy::<bf16>,
+            delta,
             to_bf16,
             xor_words,
         };
@@ -358,6 +387,11 @@ macro_rules! kernels {
         #[target_feature(enable = $features)]
         fn axpy<V: scalar::Widen>(p: f32, v: &[V], acc: &mut [f32]) {
             scalar::axpy(p, v, acc);
+        }
+
+        #[target_feature(enable = $features)]
+        fn delta(row: DeltaRow<'_>, state: &mut [f32], out: &mut [f32]) {
+            scalar::delta(row, state, out);
         }
 
         #[target_feature(enable = $features)]

@@ -4,7 +4,7 @@
 #![allow(unsafe_code)] // Intrinsics; see `Lanes` for what each function asks of its caller.
 
 use super::{
-    Kernels, kernels, scalar,
+    DeltaRow, Kernels, kernels, scalar,
     scaled::{Code, Decode, Fp8, Mxfp4, Nvfp4, Scaled, dot_scaled},
     tile::{Fma, Lanes, Load, dot_row, dot_rows, xor_lanes},
 };

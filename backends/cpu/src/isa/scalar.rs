@@ -1,9 +1,9 @@
 //! Plain Rust, short enough to trust by reading: the reference, and what a CPU without known instructions runs.
 //!
-//! `axpy` and `to_bf16` need no intrinsics: the instruction sets compile them again with their features on.
+//! `axpy`, `delta` and `to_bf16` need no intrinsics: the instruction sets compile them again with their features on.
 
 use super::{
-    Kernels,
+    DeltaRow, Kernels,
     scaled::{Fp8, Mxfp4, Nvfp4, dot_plain},
 };
 use half::{bf16, f16};
@@ -23,6 +23,7 @@ pub(super) const KERNELS: Kernels = Kernels {
     row_bf16: row,
     axpy_f32: axpy::<f32>,
     axpy_bf16: axpy::<bf16>,
+    delta,
     to_bf16,
     xor_words,
 };
@@ -73,6 +74,42 @@ pub(super) fn axpy<V: Widen>(p: f32, v: &[V], acc: &mut [f32]) {
     for (acc, v) in acc.iter_mut().zip(v) {
         *acc += p * v.widen();
     }
+}
+
+/// See [`super::delta`]. Columns are independent: a block of them stays in registers while the rows of the state pass twice.
+#[inline(always)]
+pub(super) fn delta(row: DeltaRow<'_>, state: &mut [f32], out: &mut [f32]) {
+    const BLOCK: usize = 32;
+    let blocks = out.len() / BLOCK * BLOCK;
+    for column in (0..blocks).step_by(BLOCK) {
+        delta_columns::<BLOCK>(row, column, state, out);
+    }
+    for column in blocks..out.len() {
+        delta_columns::<1>(row, column, state, out);
+    }
+}
+
+#[inline(always)]
+fn delta_columns<const N: usize>(row: DeltaRow<'_>, column: usize, state: &mut [f32], out: &mut [f32]) {
+    let DeltaRow { decay, beta, q, k, v } = row;
+    let (width, columns) = (out.len(), column..column + N);
+    let mut known = [0.0_f32; N];
+    for (state, k) in state.chunks_exact(width).zip(k) {
+        known.iter_mut().zip(&state[columns.clone()]).for_each(|(known, s)| *known += k * s);
+    }
+    let mut u = [0.0_f32; N];
+    for (u, (v, known)) in u.iter_mut().zip(v[columns.clone()].iter().zip(known)) {
+        *u = beta * (v - decay * known);
+    }
+    let mut read = [0.0_f32; N];
+    for (state, (k, q)) in state.chunks_exact_mut(width).zip(k.iter().zip(q)) {
+        let state = state[columns.clone()].iter_mut();
+        for (s, (u, read)) in state.zip(u.iter().zip(&mut read)) {
+            *s = decay * *s + k * u;
+            *read += q * *s;
+        }
+    }
+    out[columns].copy_from_slice(&read);
 }
 
 /// Rounds to nearest, ties to even.

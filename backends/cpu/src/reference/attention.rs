@@ -2,7 +2,7 @@
 
 use freetoken_backend::{Attention, PAGE_TOKENS, Weight};
 
-use super::{dot, row};
+use super::{dot, row, sigmoid};
 use crate::memory::{slice, slice_mut};
 
 pub(super) fn attention(op: &Attention) {
@@ -36,7 +36,12 @@ pub(super) fn attention(op: &Attention) {
                 let weight = (score - max).exp() / sum;
                 mixed.iter_mut().zip(at(t, kv_head, 1)).for_each(|(m, v)| *m += weight * v as f64);
             }
-            out[head * d..][..d].iter_mut().zip(mixed).for_each(|(out, m)| *out = m as f32);
+            let out = &mut out[head * d..][..d];
+            out.iter_mut().zip(mixed).for_each(|(out, m)| *out = m as f32);
+            if let Some(gate) = &op.gate {
+                let gates = &slice::<f32>(&gate.rows)[n * gate.width as usize + (2 * head + 1) * d..];
+                out.iter_mut().zip(gates).for_each(|(out, gate)| *out *= sigmoid(*gate));
+            }
         }
     }
 }

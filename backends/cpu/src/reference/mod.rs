@@ -5,9 +5,11 @@ mod combine;
 mod edit_logits;
 mod embed;
 mod expert_mlp;
+mod gated_delta;
 mod matmul;
 mod rope_cache;
 mod route;
+mod short_conv;
 mod top_logits;
 
 use freetoken_backend::{Format, Op, Weight, e2m1, e4m3};
@@ -15,6 +17,7 @@ use half::{bf16, f16};
 
 pub(crate) use combine::combine;
 pub(crate) use edit_logits::edit_logits;
+pub(crate) use gated_delta::log_decay;
 pub(crate) use rope_cache::rope_cache;
 pub(crate) use route::choose;
 pub(crate) use top_logits::order;
@@ -28,6 +31,8 @@ pub(crate) fn run(op: &Op) {
         Op::MatMul(op) => matmul::matmul(op),
         Op::RopeCache(op) => rope_cache(op),
         Op::Attention(op) => attention::attention(op),
+        Op::ShortConv(op) => short_conv::short_conv(op),
+        Op::GatedDelta(op) => gated_delta::gated_delta(op),
         Op::Route(op) => route::route(op),
         Op::ExpertMlp(op) => expert_mlp::expert_mlp(op),
         Op::Combine(op) => combine(op),
@@ -81,4 +86,9 @@ pub(crate) fn rms_scale(x: &[f32], eps: f32) -> f32 {
 /// `x * sigmoid(x)`
 pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + (-x).exp())
+}
+
+/// `1 / (1 + exp(-x))`
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
 }

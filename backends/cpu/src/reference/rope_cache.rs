@@ -9,16 +9,17 @@ use crate::memory::{slice, slice_mut};
 pub(crate) fn rope_cache(op: &RopeCache) {
     let p = &op.p;
     let (heads, kv_heads, d) = (p.n_heads as usize, p.n_kv_heads as usize, p.head_dim as usize);
+    let (q_stride, width) = (op.q_stride() as usize, op.qkv_width() as usize);
     let rotary_dim = p.rotary_dim as usize;
     let (positions, kv_slots) = (slice::<i32>(&op.positions), slice::<i32>(&op.kv_slots));
     let (q_out, qkv) = (slice_mut::<f32>(&op.q), slice::<f32>(&op.qkv));
     for n in 0..p.n_rows as usize {
         let rotary = &slice::<f32>(&op.rotary)[positions[n] as usize * rotary_dim..][..rotary_dim];
-        let row = &qkv[n * (heads + 2 * kv_heads) * d..][..(heads + 2 * kv_heads) * d];
-        let (q, kv) = row.split_at(heads * d);
+        let row = &qkv[n * width..][..width];
+        let (q, kv) = row.split_at(heads * q_stride);
         let (k, v) = kv.split_at(kv_heads * d);
-        for (out, q) in q_out[n * heads * d..].chunks_exact_mut(d).zip(q.chunks_exact(d)) {
-            out.copy_from_slice(q);
+        for (out, q) in q_out[n * heads * d..].chunks_exact_mut(d).zip(q.chunks_exact(q_stride)) {
+            out.copy_from_slice(&q[..d]);
             prepare(out, op.q_norm.as_ref(), rotary, p.eps);
         }
         for head in 0..kv_heads {

@@ -2,7 +2,7 @@
 
 use freetoken_backend::Route;
 
-use super::{dot, rms_norm, row};
+use super::{dot, rms_norm, row, sigmoid};
 use crate::memory::{slice, slice_mut};
 
 pub(super) fn route(op: &Route) {
@@ -13,6 +13,9 @@ pub(super) fn route(op: &Route) {
         let normed = rms_norm(x, &row(&op.norm, 0), op.p.eps);
         let logits: Vec<f32> = (0..op.router.rows).map(|e| dot(&row(&op.router, e), &normed)).collect();
         slice_mut::<f32>(&op.normed)[n * hidden..][..hidden].copy_from_slice(&normed);
+        if let Some(gate) = &op.shared_gate {
+            slice_mut::<f32>(&gate.out)[n] = sigmoid(dot(&row(&gate.weight, 0), &normed));
+        }
         let live = slice::<i32>(&op.sequences)[n] >= 0;
         choose(&logits, live, op.p.renormalize == 1, &mut chosen);
         for (k, (id, weight)) in chosen.iter().enumerate() {

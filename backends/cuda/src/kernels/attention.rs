@@ -21,6 +21,9 @@ pub(super) fn launches(
     if op.kv.format == Format::F16 {
         return Err(Unsupported("the cache is f32 or bf16".into()));
     }
+    if op.gate.is_some() {
+        return Err(Unsupported("a gate has no kernel here: use the CPU".into()));
+    }
     let p = &op.p;
     let vectors = [&op.out, &op.q, &op.kv.view].into_iter().all(is_aligned);
     if p.n_rows <= MAX_DECODE_ROWS && vectors && matches!(p.head_dim, 64 | 128 | 256) {

@@ -15,6 +15,9 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
     if p.n_experts > MAX_EXPERTS {
         return Err(Unsupported(format!("{} experts; at most {MAX_EXPERTS}", p.n_experts)));
     }
+    if op.shared_gate.is_some() {
+        return Err(Unsupported("the gate of a shared expert has no kernel here: use the CPU".into()));
+    }
     let mut scratch = Scratch::default();
     let logits = scratch.place(4 * p.n_rows as usize * p.n_experts as usize);
     let view = |view: &freetoken_backend::View| Arg::View(view.clone());

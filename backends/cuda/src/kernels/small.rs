@@ -20,6 +20,9 @@ pub(super) fn rope_cache(op: &RopeCache) -> Result<Launch, Unsupported> {
     if op.kv.format == Format::F16 {
         return Err(Unsupported("the cache is f32 or bf16".into()));
     }
+    if op.gated {
+        return Err(Unsupported("queries with gates have no kernel here: use the CPU".into()));
+    }
     let p = &op.p;
     let (q_norm, q_norm_format) = optional(op.q_norm.as_ref());
     let (k_norm, k_norm_format) = optional(op.k_norm.as_ref());
@@ -41,14 +44,17 @@ pub(super) fn rope_cache(op: &RopeCache) -> Result<Launch, Unsupported> {
     Ok(launch("rope_cache", [(p.n_heads + 2 * p.n_kv_heads).div_ceil(4), p.n_rows, 1], 128, args))
 }
 
-pub(super) fn combine(op: &Combine) -> Launch {
+pub(super) fn combine(op: &Combine) -> Result<Launch, Unsupported> {
+    if op.shared.is_some() {
+        return Err(Unsupported("a shared expert has no kernel here: use the CPU".into()));
+    }
     let args = vec![
         params(op.params()),
         Arg::View(op.x.clone()),
         Arg::View(op.parts.clone()),
         Arg::View(op.ids.clone()),
     ];
-    launch("combine", [op.p.hidden.div_ceil(128), op.p.n_rows, 1], 128, args)
+    Ok(launch("combine", [op.p.hidden.div_ceil(128), op.p.n_rows, 1], 128, args))
 }
 
 pub(super) fn edit_logits(op: &EditLogits) -> Launch {

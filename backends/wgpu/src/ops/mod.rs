@@ -22,6 +22,7 @@ pub(crate) fn record(op: &Op, recorder: &mut Recorder<'_>) {
         Op::MatMul(op) => matmul::record(op, recorder),
         Op::RopeCache(op) => rope_cache::record(op, recorder),
         Op::Attention(op) => attention::record(op, recorder),
+        Op::ShortConv(_) | Op::GatedDelta(_) => unreachable!("refused by `supports`"),
         Op::Route(op) => route::record(op, recorder),
         Op::ExpertMlp(op) => expert_mlp::record(op, recorder),
         Op::Combine(op) => combine::record(op, recorder),
@@ -43,6 +44,13 @@ pub(crate) fn supports(op: &Op, gpu: &Gpu) -> Result<(), String> {
         }
     }
     match op {
+        Op::ShortConv(_) | Op::GatedDelta(_) => Err("recurrent layers have no shader: use the CPU".into()),
+        Op::RopeCache(op) if op.gated => Err("queries with gates have no shader: use the CPU".into()),
+        Op::Attention(op) if op.gate.is_some() => Err("a gate has no shader: use the CPU".into()),
+        Op::Route(op) if op.shared_gate.is_some() => {
+            Err("the gate of a shared expert has no shader: use the CPU".into())
+        }
+        Op::Combine(op) if op.shared.is_some() => Err("a shared expert has no shader: use the CPU".into()),
         Op::RopeCache(op) => cache(&op.kv, op.p.head_dim),
         Op::Attention(op) => {
             attention::supports(op)?;

@@ -1,0 +1,169 @@
+//! What recurrent layers keep of a sequence: a place for it on the device, and copies in host memory from which another sequence
+//! can go on. It knows sizes, and nothing of what is in a state.
+
+use freetoken_backend::{Backend, PAGE_TOKENS, Result, View};
+
+use super::{Engine, EngineError, Sequence};
+use crate::models::RecurrentSizes;
+
+/// The states of one layer, a place for each sequence.
+#[derive(Debug, Clone)]
+pub struct RecurrentState {
+    /// f32 `[n_states, kernel - 1, channels]`
+    pub conv: View,
+    /// f32 `[n_states, n_value_heads, key_dim, value_dim]`
+    pub delta: View,
+}
+
+impl RecurrentState {
+    /// Room for `n_states` sequences in each recurrent layer.
+    ///
+    /// # Errors
+    /// The device has no room.
+    pub(super) fn of_layers(backend: &dyn Backend, s: &RecurrentSizes, n_states: usize) -> Result<Vec<Self>> {
+        let room = |values: usize| Ok(backend.alloc(4 * n_states * values)?.whole());
+        let layer = |_| Ok(RecurrentState { conv: room(s.conv_values())?, delta: room(s.delta_values())? });
+        (0..s.n_layers).map(layer).collect()
+    }
+
+    /// What it keeps of the sequence in a place.
+    fn parts(&self, place: u32, n_states: usize) -> [View; 2] {
+        [&self.conv, &self.delta].map(|view| {
+            let bytes = view.bytes() / n_states;
+            view.slice(place as usize * bytes..(place as usize + 1) * bytes)
+        })
+    }
+}
+
+/// Hands out places of states.
+#[derive(Debug)]
+pub(super) struct StatePool {
+    n: usize,
+    free: Vec<u32>,
+}
+
+impl StatePool {
+    /// A pool of `n` places.
+    pub(super) fn new(n: usize) -> Self {
+        StatePool { n, free: (0..n as u32).rev().collect() }
+    }
+
+    /// A place for a sequence that has none.
+    pub(super) fn take(&mut self) -> std::result::Result<u32, EngineError> {
+        self.free.pop().ok_or(EngineError::StatesFull { n: self.n })
+    }
+
+    /// Takes a sequence's place back.
+    pub(super) fn give_back(&mut self, place: Option<u32>) {
+        self.free.extend(place);
+    }
+}
+
+/// The state of a sequence behind some of its tokens, in host memory. Keys and values are not in it.
+#[derive(Debug, Clone)]
+pub struct StateSnapshot {
+    tokens: Vec<u32>,
+    /// Of all layers, one behind the other; empty where no layer is recurrent.
+    bytes: Vec<u8>,
+}
+
+impl StateSnapshot {
+    /// The tokens behind which the state stands.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Bytes of host memory that it takes.
+    pub fn bytes(&self) -> usize {
+        self.bytes.len() + size_of_val(&self.tokens[..])
+    }
+}
+
+impl Engine {
+    /// Whether a sequence has a state beside its keys and values, which stands behind its last computed token and cannot go back.
+    pub fn is_recurrent(&self) -> bool {
+        self.model().sizes().recurrent.is_some()
+    }
+
+    /// Bytes that recurrent layers keep of each sequence.
+    pub fn state_bytes(&self) -> usize {
+        self.model().sizes().recurrent.map_or(0, |recurrent| recurrent.state_bytes())
+    }
+
+    /// Copies the state of a sequence, as it is behind its computed tokens.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn save_state(&self, sequence: &Sequence) -> std::result::Result<StateSnapshot, EngineError> {
+        let tokens = sequence.tokens()[..sequence.n_computed()].to_vec();
+        let bytes = self.read_state(sequence)?.unwrap_or_default();
+        Ok(StateSnapshot { tokens, bytes })
+    }
+
+    /// The same without the tokens; `None` where there is no state.
+    pub(super) fn read_state(
+        &self,
+        sequence: &Sequence,
+    ) -> std::result::Result<Option<Vec<u8>>, EngineError> {
+        let Some(place) = sequence.state.filter(|_| sequence.n_computed() > 0) else { return Ok(None) };
+        let mut bytes = vec![0; self.state_bytes()];
+        let mut rest = &mut bytes[..];
+        for part in self.batch.states.iter().flat_map(|state| state.parts(place, self.batch.n_states)) {
+            let into = rest.split_off_mut(..part.bytes()).expect("as many bytes as all layers keep");
+            self.backend.read(&part, into)?;
+        }
+        Ok(Some(bytes))
+    }
+
+    /// Makes the bytes of a state the sequence's own.
+    ///
+    /// # Errors
+    /// All places for states are taken, or the device's error.
+    pub(super) fn write_state(
+        &mut self,
+        sequence: &mut Sequence,
+        bytes: &[u8],
+    ) -> std::result::Result<(), EngineError> {
+        self.take_state(sequence)?;
+        let place = sequence.state.expect("taken above");
+        let mut rest = bytes;
+        for part in self.batch.states.iter().flat_map(|state| state.parts(place, self.batch.n_states)) {
+            let from = rest.split_off(..part.bytes()).expect("a state of this model");
+            self.backend.write(&part, from)?;
+        }
+        Ok(())
+    }
+
+    /// Lets a sequence go on from a snapshot: behind its tokens all are pending. The sequence must begin with them, and their keys
+    /// and values must be in its pages: it has computed them itself, or shares the pages of one that has. Asserts both.
+    ///
+    /// # Errors
+    /// All places for states are taken, or the device's error.
+    pub fn restore(
+        &mut self,
+        sequence: &mut Sequence,
+        snapshot: &StateSnapshot,
+    ) -> std::result::Result<(), EngineError> {
+        let n = snapshot.tokens.len();
+        assert!(sequence.tokens().starts_with(&snapshot.tokens), "a sequence that begins with its tokens");
+        assert!(n <= sequence.pages.len() * PAGE_TOKENS, "a sequence with pages for its tokens");
+        sequence.resume_at(n);
+        self.pool.shrink(&mut sequence.pages, n);
+        if snapshot.bytes.is_empty() { Ok(()) } else { self.write_state(sequence, &snapshot.bytes) }
+    }
+
+    /// Gives a sequence of a recurrent model a place for its state, unless it has one.
+    pub(super) fn take_state(&mut self, sequence: &mut Sequence) -> std::result::Result<(), EngineError> {
+        if self.is_recurrent() && sequence.state.is_none() {
+            sequence.state = Some(self.states.take()?);
+        }
+        Ok(())
+    }
+
+    /// After a step that failed, nobody knows which layers have seen its rows: recurrent sequences begin anew.
+    pub(super) fn distrust(&self, sequence: &mut Sequence) {
+        if self.is_recurrent() {
+            sequence.resume_at(0);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Qwen3.5, dense, and the frame of its family: gated delta nets in most layers, attention with an output gate in every fourth, norms
+//! whose weights are stored less one. Text only: the image tower and the layers that predict further tokens are left aside.
+//!
+//! Source: `Qwen3_5ForConditionalGeneration` of Hugging Face transformers.
+
+use super::{
+    ConfigError, ConfigFile, ModelError, Rope, Sizes, Weights,
+    blocks::{self, AttentionStyle, Ends, Mlp, SelfAttention},
+    decoder::{Decoder, FeedForward, Mixer},
+    delta_net::{self, DeltaNet},
+    weights::Spelling,
+};
+
+/// A layer has attention where its number, counted from one, is a multiple of this, unless `layer_types` says otherwise.
+const ATTENTION_INTERVAL: usize = 4;
+
+pub(super) fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result<Decoder, ModelError> {
+    let text = text(config)?;
+    let hidden = text.count("hidden_size", 1..=blocks::MAX_WIDTH)?;
+    load_family(config, blocks::sizes(&text)?, weights, |layer, weights| {
+        Ok(FeedForward::Dense(Mlp::load(&text, hidden, false, layer, weights)?))
+    })
+}
+
+/// The fields of the language model: those of `text_config` where there is one.
+pub(super) fn text<'a>(config: &ConfigFile<'a>) -> Result<ConfigFile<'a>, ConfigError> {
+    Ok(config.object("text_config", "text_config.")?.unwrap_or(*config))
+}
+
+/// A model of the family; `feed_forward` loads what follows attention and delta nets.
+pub(super) fn load_family(
+    config: &ConfigFile<'_>,
+    sizes: Sizes,
+    weights: &mut Weights<'_>,
+    feed_forward: impl Fn(usize, &mut Weights<'_>) -> Result<FeedForward, ModelError>,
+) -> Result<Decoder, ModelError> {
+    let text = text(config)?;
+    text.silu()?;
+    let is_attention = attention_layers(&text, sizes.n_layers)?;
+    let place = |layer: usize| is_attention[..layer].iter().filter(|&&is| is == is_attention[layer]).count();
+    let n_recurrent = is_attention.iter().filter(|&&is| !is).count();
+    let sizes = Sizes {
+        gated_attention: text.flag("attn_output_gate", true)?,
+        recurrent: match n_recurrent {
+            0 => None,
+            n => Some(delta_net::sizes(&text, n)?),
+        },
+        ..sizes
+    };
+    let attention = AttentionStyle { qk_norm: true, bias: text.flag("attention_bias", false)? };
+    let rope = Rope::from_config(&text, rotary_dim(&text, sizes.head_dim)?)?;
+
+    // A checkpoint with an image tower keeps the language model one name deeper.
+    let is_flat = weights.contains("model.embed_tokens.weight");
+    let nested = config.has("text_config") && !is_flat;
+    weights.spell(Spelling { nested, norms_less_one: true });
+    let tied = text.flag("tie_word_embeddings", config.flag("tie_word_embeddings", false)?)?;
+    let ends = Ends::load(&text, &sizes, tied, weights)?;
+    Decoder::of_layers(sizes, rope, ends, weights, |layer, sizes, weights| {
+        let places = [layer, place(layer)];
+        let mixer = match is_attention[layer] {
+            true => Mixer::Attention(SelfAttention::load(&text, sizes, &attention, places, weights)?),
+            false => Mixer::Delta(DeltaNet::load(&text, sizes, places, weights)?),
+        };
+        Ok((mixer, feed_forward(layer, weights)?))
+    })
+}
+
+/// Which layers have attention.
+fn attention_layers(text: &ConfigFile<'_>, n_layers: usize) -> Result<Vec<bool>, ConfigError> {
+    let Some(types) = text.words("layer_types", n_layers)? else {
+        let interval =
+            text.optional_count("full_attention_interval", 1..=4096)?.unwrap_or(ATTENTION_INTERVAL);
+        return Ok((1..=n_layers).map(|layer| layer.is_multiple_of(interval)).collect());
+    };
+    let is_attention = |kind: &str| match kind {
+        "full_attention" => Ok(true),
+        "linear_attention" => Ok(false),
+        _ => Err(text.error("layer_types", "must hold full_attention and linear_attention alone")),
+    };
+    types.into_iter().map(is_attention).collect()
+}
+
+/// Rotated width of a head: the share `partial_rotary_factor`, a quarter by default.
+fn rotary_dim(text: &ConfigFile<'_>, head_dim: usize) -> Result<usize, ConfigError> {
+    let parameters = text.object("rope_parameters", "rope_parameters.")?.unwrap_or(*text);
+    let factor = match parameters.optional_number("partial_rotary_factor", 0.0..=1.0)? {
+        Some(factor) => factor,
+        None => text.optional_number("partial_rotary_factor", 0.0..=1.0)?.unwrap_or(0.25),
+    };
+    let rotary_dim = (head_dim as f64 * factor) as usize;
+    if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
+        let problem = format!("rotates {rotary_dim} of {head_dim} dimensions; it must be pairs of them");
+        return Err(parameters.error("partial_rotary_factor", problem));
+    }
+    Ok(rotary_dim)
+}
