@@ -13,7 +13,7 @@ use crate::{
     devices,
     formats::quantised::is_left_aside,
     model_files::ModelFiles,
-    models::{Inventory, Sizes},
+    models::{self, Inventory, Sizes},
 };
 
 /// Show what a model is made of and whether it fits on this machine. Reads no weights.
@@ -44,6 +44,8 @@ struct Report<'a> {
     model_type: String,
     inventory: &'a Inventory,
     has_template: bool,
+    /// What else is in the checkpoint and is known.
+    left_aside: Option<String>,
     /// Tensors of the checkpoint that the model does not ask for.
     unused: Vec<String>,
     room: Room,
@@ -58,8 +60,9 @@ impl<'a> Report<'a> {
             model_type: files.config().text("model_type")?,
             inventory,
             has_template: files.template().is_some(),
+            left_aside: models::left_aside(files.checkpoint().tensor_names()),
             unused: names
-                .filter(|name| !used.contains(name) && !is_left_aside(name))
+                .filter(|name| !used.contains(name) && !is_left_aside(name) && !models::is_left_aside(name))
                 .map(str::to_owned)
                 .collect(),
             room: Room::new(inventory.bytes(), &inventory.sizes, free_bytes),
@@ -80,6 +83,7 @@ impl<'a> Report<'a> {
             "parameters": self.inventory.n_params(),
             "active_parameters": self.inventory.n_active_params(),
             "tensors": self.inventory.tensors.len(),
+            "left_aside": self.left_aside,
             "unused_tensors": self.unused.len(),
             "first_unused_tensor": self.unused.first(),
             "bytes": self.inventory.bytes(),
@@ -91,6 +95,7 @@ impl<'a> Report<'a> {
             "experts_per_token": sizes.moe.map(|moe| moe.top_k),
             "context": sizes.max_positions,
             "kv_bytes_per_token": self.room.kv_token_bytes,
+            "state_bytes": self.room.state_bytes,
             "chat_template": self.has_template,
             "available_bytes": self.room.free_bytes,
             "fits": self.room.fits(),
@@ -121,7 +126,13 @@ impl<'a> Report<'a> {
         }
         line("context", format!("{} tokens", HumanCount(sizes.max_positions as u64)));
         line("KV cache", format!("{} a token in bf16", BinaryBytes(self.room.kv_token_bytes)));
+        if self.room.state_bytes > 0 {
+            line("state", format!("{} a sequence", BinaryBytes(self.room.state_bytes)));
+        }
         line("chat template", if self.has_template { "yes" } else { "no" }.into());
+        if let Some(parts) = &self.left_aside {
+            line("left aside", parts.clone());
+        }
         if let Some(first) = self.unused.first() {
             line("unused", format!("{} tensors, first {first}", HumanCount(self.unused.len() as u64)));
         }
@@ -144,6 +155,8 @@ struct Room {
     weight_bytes: u64,
     /// Of all layers, in bf16.
     kv_token_bytes: u64,
+    /// What recurrent layers keep of a sequence.
+    state_bytes: u64,
     /// Longest context the model was made for.
     context: u64,
     /// `None` where the system does not tell.
@@ -154,7 +167,8 @@ impl Room {
     fn new(weight_bytes: u64, sizes: &Sizes, free_bytes: Option<u64>) -> Self {
         let page = KvCache::page_bytes(Format::Bf16, sizes.n_kv_heads, sizes.head_dim);
         let kv_token_bytes = (page / PAGE_TOKENS * sizes.n_kv_layers()) as u64;
-        Room { weight_bytes, kv_token_bytes, context: sizes.max_positions as u64, free_bytes }
+        let state_bytes = sizes.recurrent.map_or(0, |recurrent| recurrent.state_bytes()) as u64;
+        Room { weight_bytes, kv_token_bytes, state_bytes, context: sizes.max_positions as u64, free_bytes }
     }
 
     fn fits(&self) -> Option<bool> {
@@ -163,8 +177,8 @@ impl Room {
 
     /// Tokens whose cache fits beside the weights, at most the model's context.
     fn largest_context(&self) -> Option<u64> {
-        let left = self.free_bytes?.saturating_sub(self.weight_bytes);
-        Some(self.context.min(left / self.kv_token_bytes))
+        let left = self.free_bytes?.saturating_sub(self.weight_bytes + self.state_bytes);
+        Some(self.context.min(left / self.kv_token_bytes.max(1)))
     }
 
     fn sentence(&self) -> String {
@@ -194,7 +208,7 @@ mod tests {
     use super::*;
 
     fn room(free_bytes: Option<u64>) -> Room {
-        Room { weight_bytes: 1000, kv_token_bytes: 10, context: 64, free_bytes }
+        Room { weight_bytes: 1000, kv_token_bytes: 10, state_bytes: 0, context: 64, free_bytes }
     }
 
     #[test]
@@ -242,5 +256,24 @@ mod tests {
         assert_eq!((&json["parameters"], &json["active_parameters"]), (&9_280_320.into(), &3_087_168.into()));
         assert_eq!((&json["kv_bytes_per_token"], &json["largest_context"]), (&1536.into(), &1024.into()));
         assert_eq!((&json["unused_tensors"], &json["first_unused_tensor"]), (&0.into(), &Value::Null));
+    }
+
+    #[test]
+    fn a_recurrent_model_is_described() {
+        let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_5_moe-bf16");
+        let files = ModelFiles::open(Some(&dir)).unwrap();
+        let inventory =
+            Inventory::of_checkpoint(&files.config(), files.checkpoint(), &*devices::reference()).unwrap();
+        let text = Report::new(&files, &inventory, Some(1 << 30)).unwrap().text();
+        for part in [
+            "8 in each of 4 layers, 2 a token, 12.00 KiB each",
+            "KV cache       256 B a token in bf16",
+            // Three layers of 3 x 128 inputs and 4 heads of 16 x 16.
+            "state          16.50 KiB a sequence",
+            "left aside     the image tower (21 tensors) and the prediction of further tokens (2 tensors)",
+        ] {
+            assert!(text.contains(part), "no `{part}` in:\n{text}");
+        }
+        assert!(!text.contains("unused"), "{text}");
     }
 }

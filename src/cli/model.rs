@@ -14,6 +14,8 @@ use crate::{
     devices::{self, BackendChoice},
     engine::{Engine, EngineOptions},
     model_files::ModelFiles,
+    models,
+    moe::ByteCount,
 };
 
 /// Context that is made room for unless one is asked for: long enough for a conversation, small enough for a laptop.
@@ -94,6 +96,13 @@ impl ModelArgs {
         let engine = files.engine(backend, &options, &mut |bytes| progress.add(bytes))?;
         progress.finish();
         self.memory.say(&engine);
+        if let Some(parts) = models::left_aside(files.checkpoint().tensor_names()) {
+            note(&format!("left aside: {parts}"));
+        }
+        if engine.is_recurrent() {
+            let bytes = ByteCount(engine.state_bytes() as u64);
+            note(&format!("recurrent layers keep {bytes} of each sequence beside its keys and values"));
+        }
         if let Some(asked) = self.context.filter(|&n| n as usize > engine.context()) {
             note(&format!(
                 "the model's own limit is {} tokens: --context {asked} is cut to it",

@@ -167,3 +167,52 @@ impl Engine {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::{devices, engine::EngineOptions, engine::sampling::SamplingParams, model_files::ModelFiles};
+
+    /// A sequence goes on from the state of another one in its pages, and what is left over of a state is not seen.
+    #[test]
+    fn a_state_and_shared_pages_are_a_beginning() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_5_moe-f32");
+        let options = EngineOptions { context: 64, max_sequences: 1, ..EngineOptions::default() };
+        let files = ModelFiles::open(Some(&dir)).unwrap();
+        let mut engine = files.engine(devices::reference(), &options, &mut |_| ()).unwrap();
+        let sequence = |tokens: &[u32]| Sequence::new(tokens, SamplingParams::GREEDY, 64);
+        let (common, end): (Vec<u32>, Vec<u32>) = ((5..30).collect(), (40..47).collect());
+        let whole = [&common[..], &end].concat();
+        let mut alone = sequence(&whole);
+        let expected = engine.prefill(&mut alone, &mut |_| true).unwrap();
+        let expected_state = engine.save_state(&alone).unwrap();
+        engine.release(&mut alone);
+
+        let mut first = sequence(&common);
+        engine.compute(&mut first, common.len()).unwrap();
+        let state = engine.save_state(&first).unwrap();
+        let pages = std::mem::take(&mut first.pages);
+        engine.release(&mut first);
+
+        // Somebody else uses the place in between.
+        let mut other = sequence(&end);
+        engine.compute(&mut other, end.len()).unwrap();
+        engine.release(&mut other);
+
+        let mut second = sequence(&whole);
+        second.pages = pages;
+        engine.restore(&mut second, &state).unwrap();
+        assert_eq!(second.pending(), &end);
+        assert_eq!(engine.prefill(&mut second, &mut |_| true).unwrap(), expected);
+        let reached = engine.save_state(&second).unwrap();
+        assert!(reached.tokens == expected_state.tokens);
+        let values = |s: &StateSnapshot| bytemuck::allocation::pod_collect_to_vec::<u8, f32>(&s.bytes);
+        for (got, want) in values(&reached).iter().zip(values(&expected_state)) {
+            assert!((got - want).abs() < 1e-4, "{got} instead of {want}");
+        }
+        let half = state.bytes.len() / 2;
+        assert!(state.bytes[..half].iter().any(|&b| b != 0) && state.bytes[half..].iter().any(|&b| b != 0));
+    }
+}

@@ -310,5 +310,7 @@ fn is_scale(name: &str) -> bool {
 
 /// Whether a tensor is for activations or caches of 8 or 4 bits, which nothing here has.
 pub fn is_left_aside(name: &str) -> bool {
-    [".input_scale", ".input_global_scale", ".k_scale", ".v_scale"].iter().any(|end| name.ends_with(end))
+    [".input_scale", ".input_global_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale"]
+        .iter()
+        .any(|end| name.ends_with(end))
 }

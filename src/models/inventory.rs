@@ -188,7 +188,7 @@ mod tests {
         Inventory::new(&ConfigFile::new("config.json", &fields), &*devices::reference()).unwrap()
     }
 
-    /// The totals that the models' authors publish: 30.5 B with 3.3 B active, 8.2 B and 8.0 B.
+    /// The totals that the models' authors publish: 30.5 B with 3.3 B active, 35 B with 3 B active, 8.2 B and 8.0 B.
     #[test]
     fn published_models_have_as_many_weights_as_their_authors_say() {
         let q30 = published("qwen3-30b-a3b");
@@ -198,6 +198,10 @@ mod tests {
         let ends = 2 * (2 * 151_936 * 2048 + 2048);
         assert_eq!((layers.len(), layers.iter().sum::<u64>()), (48, q30.bytes() - ends));
         assert_eq!(published("qwen3-8b").n_params(), 8_190_735_360);
+        let q36 = published("qwen3.6-35b-a3b");
+        assert_eq!((q36.n_params(), q36.n_active_params()), (34_660_610_688, 3_454_988_928));
+        assert_eq!((q36.sizes.n_kv_layers(), q36.sizes.qkv_width()), (10, 9216));
+        assert_eq!(q36.sizes.recurrent.unwrap().state_bytes(), 30 * (32 * 128 * 128 + 3 * 8192) * 4);
         let llama = published("llama-3.1-8b");
         assert_eq!(
             (llama.n_params(), llama.n_active_params(), llama.expert_bytes()),

@@ -192,6 +192,21 @@ pub fn published_config(name: &str) -> Option<Map<String, Value>> {
             "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": true,
             "bos_token_id": 151643, "eos_token_id": 151645
         }),
+        "qwen3.6-35b-a3b" => serde_json::json!({
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+            "torch_dtype": "bfloat16", "tie_word_embeddings": false,
+            "text_config": {
+                "model_type": "qwen3_5_moe_text", "dtype": "bfloat16", "vocab_size": 248320, "hidden_size": 2048,
+                "num_hidden_layers": 40, "full_attention_interval": 4, "num_attention_heads": 16,
+                "num_key_value_heads": 2, "head_dim": 256, "attn_output_gate": true, "attention_bias": false,
+                "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "hidden_act": "silu",
+                "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": false,
+                "rope_parameters": { "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25 },
+                "moe_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+                "shared_expert_intermediate_size": 512, "mlp_only_layers": [], "eos_token_id": 248044
+            }
+        }),
         "qwen3-8b" => serde_json::json!({
             "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
             "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
@@ -216,4 +231,25 @@ pub fn published_config(name: &str) -> Option<Map<String, Value>> {
 }
 
 /// Names that [`published_config`] knows.
-pub const PUBLISHED: [&str; 3] = ["qwen3-30b-a3b", "qwen3-8b", "llama-3.1-8b"];
+pub const PUBLISHED: [&str; 4] = ["qwen3-30b-a3b", "qwen3.6-35b-a3b", "qwen3-8b", "llama-3.1-8b"];
+
+/// What published checkpoints have beside the language model, and how its tensors' names begin.
+const LEFT_ASIDE: [(&str, &str); 2] =
+    [("the image tower", "model.visual."), ("the prediction of further tokens", "mtp.")];
+
+/// Whether a tensor belongs to a part of published checkpoints that no model here runs.
+pub fn is_left_aside(name: &str) -> bool {
+    LEFT_ASIDE.iter().any(|(_, prefix)| name.starts_with(prefix))
+}
+
+/// The parts of a checkpoint that no model here runs, in words; `None` where it has none.
+pub fn left_aside<'n>(names: impl Iterator<Item = &'n str>) -> Option<String> {
+    let mut counts = [0; LEFT_ASIDE.len()];
+    for name in names {
+        let part = LEFT_ASIDE.iter().position(|(_, prefix)| name.starts_with(prefix));
+        part.into_iter().for_each(|part| counts[part] += 1);
+    }
+    let counted = LEFT_ASIDE.iter().zip(counts).filter(|(_, n)| *n > 0);
+    let words: Vec<String> = counted.map(|((what, _), n)| format!("{what} ({n} tensors)")).collect();
+    (!words.is_empty()).then(|| words.join(" and "))
+}

@@ -95,3 +95,50 @@ fn rotary_dim(text: &ConfigFile<'_>, head_dim: usize) -> Result<usize, ConfigErr
     }
     Ok(rotary_dim)
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::super::{Inventory, published_config};
+    use super::*;
+    use crate::devices;
+
+    fn sizes(field: &str, value: Value) -> Result<Sizes, String> {
+        let mut fields = published_config("qwen3.6-35b-a3b").unwrap();
+        let text = fields["text_config"].as_object_mut().unwrap();
+        text.insert("num_hidden_layers".into(), 4.into());
+        text.insert(field.into(), value);
+        let config = ConfigFile::new("config.json", &fields);
+        Inventory::new(&config, &*devices::reference()).map(|i| i.sizes).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn layers_have_attention_where_the_configuration_says() {
+        let n_kv_layers = |field, value| sizes(field, value).unwrap().n_kv_layers();
+        assert_eq!(n_kv_layers("full_attention_interval", json!(4)), 1);
+        assert_eq!(n_kv_layers("full_attention_interval", json!(2)), 2);
+        assert_eq!(n_kv_layers("full_attention_interval", json!(5)), 0);
+        let (full, linear) = ("full_attention", "linear_attention");
+        assert_eq!(n_kv_layers("layer_types", json!([full, linear, full, full])), 3);
+        assert_eq!(sizes("layer_types", json!([full, full, full, full])).unwrap().recurrent, None);
+    }
+
+    #[test]
+    fn what_cannot_be_is_said() {
+        for (field, value, part) in [
+            ("layer_types", json!(["full_attention"]), "`text_config.layer_types` must be a list of 4 words"),
+            ("layer_types", json!(["s", "s", "s", "s"]), "must hold full_attention and linear_attention"),
+            ("linear_num_value_heads", json!(24), "is 24, which 16 heads of keys do not divide"),
+            ("linear_conv_kernel_dim", json!(9), "`text_config.linear_conv_kernel_dim` is 9"),
+            ("linear_key_head_dim", json!(0), "`text_config.linear_key_head_dim` is 0"),
+            ("rope_parameters", json!({ "partial_rotary_factor": 0.001 }), "rotates 0 of 256 dimensions"),
+            ("hidden_act", json!("gelu"), "`text_config.hidden_act`"),
+            ("mlp_only_layers", json!([1]), "`text_config.mlp_only_layers` must be empty"),
+            ("shared_expert_intermediate_size", json!(null), "shared_expert_intermediate_size` is missing"),
+        ] {
+            let sentence = sizes(field, value).unwrap_err();
+            assert!(sentence.contains(part), "{sentence}");
+        }
+    }
+}

@@ -137,15 +137,17 @@ impl Synthetic {
         assert!(start.is_multiple_of(BLOCK), "pieces start at a block of the generator");
         let name = &tensor.name;
         if tensor.shape.len() == 1 {
-            return out.fill(if name.ends_with("bias") { bf16::ZERO } else { bf16::ONE });
+            let is_zero = name.ends_with("bias") || is_less_one(name);
+            return out.fill(if is_zero { bf16::ZERO } else { bf16::ONE });
         }
-        let (is_embedding, is_down) =
-            (name.ends_with("embed_tokens.weight"), name.ends_with("down_proj.weight"));
+        let (is_embedding, is_down) = (name.ends_with("embed_tokens.weight"), name.contains(".down_proj"));
+        let writes_residual =
+            is_down || ["o_proj.weight", "out_proj.weight"].iter().any(|end| name.ends_with(end));
         let deviation = if is_embedding {
             EMBED_DEVIATION
         } else if is_down && name.contains(".experts.") {
             EXPERT_DOWN_DEVIATION
-        } else if is_down || name.ends_with("o_proj.weight") {
+        } else if writes_residual {
             RESIDUAL_DEVIATION
         } else {
             DEVIATION
@@ -223,6 +225,14 @@ impl Synthetic {
         });
         progress(filled.into_inner());
     }
+}
+
+/// Whether a norm's weight is stored less one, as [`super::Spelling`] says of the families that nest their names: all norms but that
+/// of the delta net.
+fn is_less_one(name: &str) -> bool {
+    name.starts_with("model.language_model.")
+        && name.ends_with("norm.weight")
+        && !name.contains(".linear_attn.")
 }
 
 /// Uniform elements of mean 0, from a SplitMix64 generator (Steele et al., OOPSLA 2014) whose counter begins at `counter`.
@@ -415,6 +425,27 @@ mod tests {
                 ((squares / n).sqrt() - deviation).abs() <= 0.02 * deviation,
                 "{name}: {}",
                 (squares / n).sqrt()
+            );
+        }
+    }
+
+    #[test]
+    fn norms_that_are_stored_less_one_are_zeros() {
+        let synthetic = Synthetic::new(7);
+        let first = |name: &str, shape: &[usize]| {
+            let tensor = TensorSpec { name: name.into(), dtype: Dtype::BF16, shape: shape.to_vec() };
+            whole(&synthetic, &tensor)[0].to_f32()
+        };
+        let layer = "model.language_model.layers.3";
+        assert_eq!(first(&format!("{layer}.input_layernorm.weight"), &[8]), 0.0);
+        assert_eq!(first(&format!("{layer}.self_attn.q_norm.weight"), &[8]), 0.0);
+        assert_eq!(first(&format!("{layer}.linear_attn.norm.weight"), &[8]), 1.0);
+        assert_eq!(first("model.layers.3.input_layernorm.weight", &[8]), 1.0);
+        // What writes to the residual stream is small, stacked or not.
+        for name in ["mlp.experts.down_proj", "linear_attn.out_proj.weight"] {
+            assert!(
+                first(&format!("{layer}.{name}"), &[2, 4]).abs() <= 2.0 * EXPERT_DOWN_DEVIATION,
+                "{name}"
             );
         }
     }

@@ -59,17 +59,26 @@ impl ShapeArgs {
             }
         };
         if let Some(layers) = self.layers {
-            keep_layers(&mut fields, layers.into());
+            keep_layers(text(&mut fields), layers.into());
         }
         fields.insert("torch_dtype".into(), "bfloat16".into());
         fields.remove("quantization_config");
-        let count = |field: &str| fields.get(field).and_then(Value::as_u64).unwrap_or(1);
+        let text = text(&mut fields);
+        let count = |field: &str| text.get(field).and_then(Value::as_u64).unwrap_or(1);
         let n_experts = count("num_hidden_layers").saturating_mul(count("num_experts"));
         ensure!(
             n_experts <= MAX_EXPERTS,
             "{name}: {n_experts} experts in all are more than the {MAX_EXPERTS} that run"
         );
         Ok(Some(Shape { name, fields }))
+    }
+}
+
+/// The fields of the language model, where others stand beside them.
+fn text(fields: &mut Map<String, Value>) -> &mut Map<String, Value> {
+    match fields.get("text_config").is_some_and(Value::is_object) {
+        true => fields["text_config"].as_object_mut().expect("looked at above"),
+        false => fields,
     }
 }
 
@@ -151,5 +160,9 @@ mod tests {
         assert_eq!(fields["layer_types"], serde_json::json!(["a", "b"]));
         let shape = Shape { name: "cut".into(), fields };
         assert_eq!(shape.inventory().unwrap().sizes.moe.unwrap().n_layers, 0);
+        let mut fields = models::published_config("qwen3.6-35b-a3b").unwrap();
+        keep_layers(text(&mut fields), 5);
+        let sizes = Shape { name: "cut".into(), fields }.inventory().unwrap().sizes;
+        assert_eq!((sizes.n_layers, sizes.n_kv_layers()), (5, 1));
     }
 }
