@@ -15,6 +15,7 @@ mod tojson;
 
 pub use checkpoint::{CheckpointTemplate, checkpoint_template};
 
+use super::dialect::Dialect;
 use bounded::BoundedText;
 use jiff::civil::DateTime;
 use minijinja::{Environment, Error, ErrorKind, Template, Value};
@@ -108,6 +109,11 @@ impl ChatTemplate {
         };
         on_deep_stack(|| template.parsed().map(drop).map_err(|error| syntax_error(&error)))?;
         Ok(template)
+    }
+
+    /// How the model of this template writes thinking and tool calls.
+    pub fn dialect(&self) -> Dialect {
+        Dialect::of_template(&self.source)
     }
 
     /// Renders `prompt`; the messages are first prepared as `apply_chat_template` prepares them.
