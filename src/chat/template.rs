@@ -7,6 +7,7 @@
 
 mod bounded;
 mod checkpoint;
+mod expectations;
 mod generation;
 mod messages;
 mod python;
@@ -15,11 +16,13 @@ mod tojson;
 
 pub use checkpoint::{CheckpointTemplate, checkpoint_template};
 
+use super::dialect::Dialect;
 use bounded::BoundedText;
+use expectations::Expectations;
 use jiff::civil::DateTime;
 use minijinja::{Environment, Error, ErrorKind, Template, Value};
 use stack::on_deep_stack;
-use std::error::Error as _;
+use std::{error::Error as _, sync::OnceLock};
 
 /// The name under which the engine's messages know the template; without an extension, so that nothing is escaped.
 const NAME: &str = "chat_template";
@@ -37,6 +40,7 @@ pub struct ChatTemplate {
     source: String,
     bos_token: Option<String>,
     eos_token: Option<String>,
+    expectations: OnceLock<Expectations>,
 }
 
 /// What one rendering shows to the template.
@@ -105,9 +109,21 @@ impl ChatTemplate {
             source: generation::as_with_blocks(source),
             bos_token: bos_token.map(String::from),
             eos_token: eos_token.map(String::from),
+            expectations: OnceLock::new(),
         };
         on_deep_stack(|| template.parsed().map(drop).map_err(|error| syntax_error(&error)))?;
         Ok(template)
+    }
+
+    /// How the model of this template writes thinking and tool calls.
+    pub fn dialect(&self) -> Dialect {
+        Dialect::of_template(&self.source)
+    }
+
+    /// Messages of the OpenAI API as this template wants them: content and arguments in the form that it prints, calls one by
+    /// one and system messages at the beginning where it takes no others.
+    pub fn adapted(&self, messages: &[serde_json::Value]) -> Vec<serde_json::Value> {
+        self.expectations.get_or_init(|| Expectations::of(self)).meet(messages)
     }
 
     /// Renders `prompt`; the messages are first prepared as `apply_chat_template` prepares them.
