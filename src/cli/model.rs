@@ -83,6 +83,16 @@ impl ModelArgs {
 
     /// Loads the weights, with a bar on a terminal.
     pub(super) fn engine(&self, files: &ModelFiles, max_sequences: usize) -> Result<Engine> {
+        self.engine_with(files, max_sequences, &mut |_| {})
+    }
+
+    /// The same, where somebody else hears the bytes of each tensor too.
+    pub(super) fn engine_with(
+        &self,
+        files: &ModelFiles,
+        max_sequences: usize,
+        loaded: &mut dyn FnMut(u64),
+    ) -> Result<Engine> {
         let options = EngineOptions {
             context: self.context.map_or(DEFAULT_CONTEXT, |n| n as usize),
             max_sequences,
@@ -91,7 +101,10 @@ impl ModelArgs {
         let backend = self.device.open()?;
         let options = self.memory.options(options, &*backend, &self.device)?;
         let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
-        let engine = files.engine(backend, &options, &mut |bytes| progress.add(bytes))?;
+        let engine = files.engine(backend, &options, &mut |bytes| {
+            progress.add(bytes);
+            loaded(bytes);
+        })?;
         progress.finish();
         self.memory.say(&engine);
         if let Some(asked) = self.context.filter(|&n| n as usize > engine.context()) {
