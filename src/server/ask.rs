@@ -90,24 +90,32 @@ impl Drawing {
         let params = params.validated().map_err(|ParamOutOfRange { field, value, range }| {
             ApiError::field(field, format!("{field} is {value}, but must be {range}"))
         })?;
-        let mut limit = generation.max_new_tokens.map_or(usize::MAX, |most| most as usize);
-        for name in max_tokens.iter().rev() {
-            if let Some(most) = fields.take::<i64>(name)? {
-                limit = usize::try_from(most)
-                    .ok()
-                    .filter(|most| *most > 0)
-                    .ok_or_else(|| wrong(&fields.name(name), &most.to_string(), "a whole number from 1"))?;
-            }
-        }
-        Ok(Drawing {
+        let mut drawing = Drawing {
             params,
             logit_bias: Vec::new(),
             logprobs: None,
             stop: take_stop(fields, stop)?,
             n: 1,
-            max_tokens: limit,
+            max_tokens: generation.max_new_tokens.map_or(usize::MAX, |most| most as usize),
             ignore_eos: fields.take("ignore_eos")?.unwrap_or_default(),
-        })
+        };
+        for name in max_tokens.iter().rev() {
+            if let Some(most) = fields.take(name)? {
+                drawing.limit(name, most)?;
+            }
+        }
+        Ok(drawing)
+    }
+
+    /// Sets the most tokens of an answer. More than the context leaves is cut to that.
+    ///
+    /// # Errors
+    /// Zero or less.
+    pub(super) fn limit(&mut self, field: &str, most: i64) -> Result<(), ApiError> {
+        let most_tokens = usize::try_from(most).ok().filter(|most| *most > 0);
+        self.max_tokens =
+            most_tokens.ok_or_else(|| wrong(field, &most.to_string(), "a whole number from 1"))?;
+        Ok(())
     }
 
     /// Takes the number of choices.

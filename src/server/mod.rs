@@ -4,6 +4,7 @@
 
 mod access;
 mod answers;
+mod anthropic;
 mod ask;
 mod body;
 mod control;
@@ -40,7 +41,7 @@ pub use settings::Settings;
 use crate::scheduler::Service;
 
 /// Paths that ask the model something.
-const ANSWERING: [&str; 2] = ["/v1/chat/completions", "/v1/completions"];
+const ANSWERING: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/v1/messages"];
 
 /// Everything that requests share.
 pub struct Server {
@@ -160,9 +161,11 @@ pub fn app(server: Arc<Server>) -> Router {
     let answering = Router::new()
         .route(ANSWERING[0], post(openai::chat::answer))
         .route(ANSWERING[1], post(openai::completions::answer))
+        .route(ANSWERING[2], post(anthropic::messages::answer))
         .route_layer(middleware::from_fn_with_state(server.clone(), recorded));
     Router::new()
         .merge(answering)
+        .route("/v1/messages/count_tokens", post(anthropic::count::answer))
         .route("/health", get(control::health))
         .route("/v1/models", get(openai::models))
         .route("/v1/stats", get(control::stats))
