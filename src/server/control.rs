@@ -8,6 +8,7 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Response},
 };
+use freetoken_backend::PAGE_TOKENS;
 use serde_json::{Value, json};
 
 use super::{
@@ -72,4 +73,20 @@ pub(super) async fn requests(
     let entries = server.journal.entries(since.unwrap_or_default(), limit);
     let next = entries.iter().map(|entry| entry.id).max().or(since).unwrap_or_default();
     Ok(Json(json!({ "requests": entries, "next_since": next })))
+}
+
+/// `GET /v1/cache/status`: what the key-value cache can hold and holds.
+///
+/// # Errors
+/// While the model loads.
+pub(super) async fn cache_status(State(server): State<Arc<Server>>) -> Result<Json<Value>, ApiError> {
+    let service = server.running().ok_or_else(|| ApiError::new(Kind::Unavailable, "the model is loading"))?;
+    let stats = service.stats();
+    Ok(Json(json!({
+        "context": service.context(),
+        "page_tokens": PAGE_TOKENS,
+        "pages": stats.kv_pages,
+        "pages_running": stats.kv_pages_running,
+        "pages_cached": stats.kv_pages_cached,
+    })))
 }

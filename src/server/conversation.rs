@@ -103,6 +103,7 @@ impl Conversation {
     /// # Errors
     /// As [`Conversation::prepare`].
     pub(super) fn prompt(&mut self, model: &ServedModel) -> Result<(Prompt, String), ApiError> {
+        merge_leading_system(&mut self.messages);
         let mut kwargs = self.thinking.kwargs();
         kwargs.extend(std::mem::take(&mut self.kwargs));
         let rendered = model.render(&self.messages, self.offered(), &kwargs);
@@ -148,6 +149,17 @@ impl Conversation {
     fn has_inner_system(&self) -> bool {
         let rest = self.messages.iter().skip_while(|message| message["role"] == "system");
         rest.into_iter().any(|message| message["role"] == "system")
+    }
+}
+
+/// Makes one of the system messages at the beginning: templates see no more than one there.
+fn merge_leading_system(messages: &mut Vec<Value>) {
+    let n_leading = messages.iter().take_while(|message| message["role"] == "system").count();
+    if n_leading > 1 {
+        let texts: Vec<&str> =
+            messages[..n_leading].iter().filter_map(|message| message["content"].as_str()).collect();
+        messages[0]["content"] = texts.join("\n\n").into();
+        messages.drain(1..n_leading);
     }
 }
 

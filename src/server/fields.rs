@@ -54,6 +54,11 @@ impl Fields {
         if self.path.is_empty() { field.to_owned() } else { format!("{}.{field}", self.path) }
     }
 
+    /// A field that is left where it is; `None` where it is absent or null.
+    pub(super) fn peek(&self, field: &str) -> Option<&Value> {
+        self.left.get(field).filter(|value| !value.is_null())
+    }
+
     /// Takes a field; `None` where it is absent or null.
     ///
     /// # Errors

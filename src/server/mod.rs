@@ -14,10 +14,12 @@ mod fields;
 mod grammar;
 mod journal;
 pub mod listen;
+mod metrics;
 mod model;
 mod openai;
 mod settings;
 mod sse;
+mod tokens;
 
 use std::sync::{
     Arc, PoisonError, RwLock,
@@ -41,7 +43,7 @@ pub use settings::Settings;
 use crate::scheduler::Service;
 
 /// Paths that ask the model something.
-const ANSWERING: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/v1/messages"];
+const ANSWERING: [&str; 4] = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"];
 
 /// Everything that requests share.
 pub struct Server {
@@ -162,10 +164,17 @@ pub fn app(server: Arc<Server>) -> Router {
         .route(ANSWERING[0], post(openai::chat::answer))
         .route(ANSWERING[1], post(openai::completions::answer))
         .route(ANSWERING[2], post(anthropic::messages::answer))
+        .route(ANSWERING[3], post(openai::responses::answer))
         .route_layer(middleware::from_fn_with_state(server.clone(), recorded));
     Router::new()
         .merge(answering)
         .route("/v1/messages/count_tokens", post(anthropic::count::answer))
+        .route("/v1/responses/{id}", get(openai::responses::stored))
+        .route("/v1/responses/{id}/cancel", post(openai::responses::stored))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/metrics", get(metrics::metrics))
+        .route("/v1/cache/status", get(control::cache_status))
         .route("/health", get(control::health))
         .route("/v1/models", get(openai::models))
         .route("/v1/stats", get(control::stats))

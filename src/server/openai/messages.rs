@@ -14,7 +14,7 @@ const REASONING: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 ///
 /// # Errors
 /// None at all, or the first that is wrong.
-pub(super) fn messages(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
+pub(in crate::server) fn messages(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
     let messages: Vec<Value> = fields.require("messages")?;
     if messages.is_empty() {
         return Err(ApiError::field("messages", "messages is empty: say something"));

@@ -4,11 +4,13 @@ pub(super) mod chat;
 pub(super) mod completions;
 mod logprobs;
 mod messages;
+pub(super) mod responses;
 mod tools;
 mod usage;
 
 use std::sync::Arc;
 
+pub(super) use self::{messages::messages, tools::tools};
 use axum::{Json, extract::State};
 use serde_json::{Value, json};
 

@@ -13,7 +13,7 @@ use crate::server::{
 ///
 /// # Errors
 /// The first that is wrong.
-pub(super) fn tools(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
+pub(in crate::server) fn tools(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
     let tools: Vec<Value> = fields.take("tools")?.unwrap_or_default();
     let tools = tools.into_iter().enumerate().map(|(i, tool)| {
         let mut tool = Fields::of(format!("tools[{i}]"), tool)?;
