@@ -116,7 +116,29 @@ fn json_has_every_field() {
     for speed in ["ttft_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"] {
         assert!(reply[speed].as_f64().is_some_and(|speed| speed > 0.0), "{speed}: {reply}");
     }
-    assert_eq!(reply.as_object().map(|fields| fields.len()), Some(8));
+    assert_eq!(reply["reasoning"], Value::Null);
+    assert_eq!(reply.as_object().map(|fields| fields.len()), Some(9));
+}
+
+#[test]
+fn what_is_thought_is_no_part_of_the_answer() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for file in std::fs::read_dir(DEMO).expect("the demo model is there") {
+        let file = file.expect("is listed");
+        std::fs::copy(file.path(), dir.path().join(file.file_name())).expect("is copied");
+    }
+    let chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n";
+    for (tail, thought) in [("{% if false %}<think>{% endif %}", false), ("{{ '<think>' }}", true)] {
+        std::fs::write(dir.path().join("chat_template.jinja"), format!("{chatml}{tail}"))
+            .expect("is written");
+        let args =
+            ["--prompt", FRANCE, "--temperature", "0", "--max-tokens", "9", "--json"].map(OsString::from);
+        let model = [OsString::from("--model"), dir.path().into()];
+        let output = run(model.into_iter().chain(args)).output().expect("the binary starts");
+        let reply: Value = serde_json::from_str(stdout(&output)).expect("JSON");
+        assert_eq!(reply["text"] == "", thought, "{reply}");
+        assert_eq!(reply["reasoning"].is_string(), thought, "{reply}");
+    }
 }
 
 #[test]

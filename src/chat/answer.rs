@@ -54,6 +54,12 @@ impl Answer {
         }
     }
 
+    /// The same, where these tokens are text although they are special: those that a dialect reads.
+    pub fn showing(mut self, special: Vec<u32>) -> Self {
+        self.detokenizer = self.detokenizer.showing(special);
+        self
+    }
+
     /// Adds a drawn token and returns the text that is now certain.
     ///
     /// # Errors

@@ -10,6 +10,8 @@ use crate::formats::tokenizer::{Tokenizer, TokenizerError};
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     skip_special: bool,
+    /// Special tokens that are text nevertheless.
+    shown: Vec<u32>,
     previous: Option<u32>,
     /// Bytes that are not text yet: after a push, the beginning of one character.
     pending: Vec<u8>,
@@ -19,7 +21,13 @@ pub struct Detokenizer {
 impl Detokenizer {
     /// An empty sequence. Special tokens add nothing to the text if `skip_special`.
     pub fn new(skip_special: bool) -> Self {
-        Self { skip_special, previous: None, pending: Vec::new(), text: String::new() }
+        Self { skip_special, shown: Vec::new(), previous: None, pending: Vec::new(), text: String::new() }
+    }
+
+    /// The same, where these tokens are text although they are special: those that a dialect reads.
+    pub fn showing(mut self, special: Vec<u32>) -> Self {
+        self.shown = special;
+        self
     }
 
     /// Adds a token and returns the text that is now certain, which is empty while a character is incomplete.
@@ -29,7 +37,7 @@ impl Detokenizer {
     /// [`TokenizerError::Decode`] when the tokenizer's decoder fails.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<&str, TokenizerError> {
         self.text.clear();
-        if self.skip_special && tokenizer.is_special(id) {
+        if self.skip_special && tokenizer.is_special(id) && !self.shown.contains(&id) {
             return Ok(&self.text);
         }
         self.pending.extend(tokenizer.bytes_after(self.previous, id)?);
@@ -120,6 +128,16 @@ mod tests {
         let ids = BYTE_LEVEL.encode("🙂", false).expect("encodes");
         assert_eq!(pushed(&BYTE_LEVEL, &ids[..2], false), "\u{FFFD}");
         assert_eq!(pushed(&BYTE_LEVEL, &[ids[0], ids[0], ids[1]], false), "\u{FFFD}\u{FFFD}");
+    }
+
+    #[test]
+    fn special_tokens_are_left_out_unless_they_are_shown() {
+        let special = BYTE_FALLBACK.token_to_id("<s>").expect("is there");
+        let text = |mut detokenizer: Detokenizer| {
+            detokenizer.push(&BYTE_FALLBACK, special).expect("decodes").to_owned()
+        };
+        assert_eq!(text(Detokenizer::new(true)), "");
+        assert_eq!(text(Detokenizer::new(true).showing(vec![special])), "<s>");
     }
 
     proptest! {

@@ -25,6 +25,7 @@ use super::{
     reader::{Miss, Peek, Unread},
     tools::Tools,
 };
+use crate::formats::tokenizer::Tokenizer;
 pub(super) use harmony::Harmony;
 
 /// A dialect.
@@ -119,10 +120,10 @@ impl Dialect {
         self.0.name
     }
 
-    /// Tokens that mean something to a [`super::reader::Reader`]. A tokenizer may call them special; the reader must see
-    /// them nevertheless, and no other special token.
-    pub fn tokens(self) -> &'static [&'static str] {
-        self.0.tokens
+    /// Tokens that mean something to a [`super::reader::Reader`]: it must see them even if the tokenizer calls them special,
+    /// and no other special token.
+    pub fn tokens(self, tokenizer: &Tokenizer) -> Vec<u32> {
+        self.0.tokens.iter().filter_map(|token| tokenizer.token_to_id(token)).collect()
     }
 
     /// What stands before and behind thinking, where tags mark it.

@@ -2,6 +2,7 @@
 //! where an answer ends.
 
 pub mod answer;
+pub mod boundaries;
 pub mod detokenizer;
 pub mod dialect;
 pub mod reader;

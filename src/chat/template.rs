@@ -7,6 +7,7 @@
 
 mod bounded;
 mod checkpoint;
+mod expectations;
 mod generation;
 mod messages;
 mod python;
@@ -17,10 +18,11 @@ pub use checkpoint::{CheckpointTemplate, checkpoint_template};
 
 use super::dialect::Dialect;
 use bounded::BoundedText;
+use expectations::Expectations;
 use jiff::civil::DateTime;
 use minijinja::{Environment, Error, ErrorKind, Template, Value};
 use stack::on_deep_stack;
-use std::error::Error as _;
+use std::{error::Error as _, sync::OnceLock};
 
 /// The name under which the engine's messages know the template; without an extension, so that nothing is escaped.
 const NAME: &str = "chat_template";
@@ -38,6 +40,7 @@ pub struct ChatTemplate {
     source: String,
     bos_token: Option<String>,
     eos_token: Option<String>,
+    expectations: OnceLock<Expectations>,
 }
 
 /// What one rendering shows to the template.
@@ -106,6 +109,7 @@ impl ChatTemplate {
             source: generation::as_with_blocks(source),
             bos_token: bos_token.map(String::from),
             eos_token: eos_token.map(String::from),
+            expectations: OnceLock::new(),
         };
         on_deep_stack(|| template.parsed().map(drop).map_err(|error| syntax_error(&error)))?;
         Ok(template)
@@ -114,6 +118,12 @@ impl ChatTemplate {
     /// How the model of this template writes thinking and tool calls.
     pub fn dialect(&self) -> Dialect {
         Dialect::of_template(&self.source)
+    }
+
+    /// Messages of the OpenAI API as this template wants them: content and arguments in the form that it prints, calls one by
+    /// one and system messages at the beginning where it takes no others.
+    pub fn adapted(&self, messages: &[serde_json::Value]) -> Vec<serde_json::Value> {
+        self.expectations.get_or_init(|| Expectations::of(self)).meet(messages)
     }
 
     /// Renders `prompt`; the messages are first prepared as `apply_chat_template` prepares them.

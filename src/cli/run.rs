@@ -19,9 +19,9 @@ use self::{
 use super::{
     memory,
     model::ModelArgs,
-    terminal::{note, print, print_line},
+    terminal::{note, print, print_line, whisper},
 };
-use crate::chat::stop::StopStrings;
+use crate::chat::{reader::Piece, stop::StopStrings};
 
 /// More than a context holds: a pipe that does not end is refused before it eats the memory.
 const MAX_PROMPT_BYTES: u64 = 256 << 20;
@@ -52,7 +52,7 @@ pub(super) struct RunArgs {
     /// End an answer before this text; may be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Print one JSON object: text, finish_reason, token counts and speeds.
+    /// Print one JSON object: text, reasoning, finish_reason, token counts and speeds.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -71,7 +71,8 @@ pub(super) fn run(args: RunArgs) -> Result<()> {
     });
     let tokens = tokens.transpose()?;
     let max_tokens = args.max_tokens.or(files.generation().max_new_tokens).map_or(usize::MAX, |n| n as usize);
-    let mut generator = Generator::new(&files, args.model.engine(&files, 1)?, params, stop, max_tokens)?;
+    let engine = args.model.engine(&files, 1)?;
+    let mut generator = Generator::new(&files, engine, params, stop, conversation.dialect(), max_tokens)?;
     let Some(tokens) = tokens else {
         let fresh_params = || args.sampling.params(files.generation().defaults());
         return chat::run(&files.name(), &mut conversation, &mut generator, &fresh_params);
@@ -95,9 +96,27 @@ fn answer(generator: &mut Generator<'_>, tokens: &[u32], json: bool) -> Result<(
     Ok(())
 }
 
-/// Prints an answer as it is made, and the end of its last line.
+/// Prints an answer as it is made, and the end of its last line. What the model thinks is shown beside it, on a terminal.
 fn stream(generator: &mut Generator<'_>, tokens: &[u32]) -> Result<Reply> {
-    let reply = generator.answer(tokens, &mut print)?;
+    let mut thinking = false;
+    let reply = generator.answer(tokens, &mut |piece| match piece {
+        Piece::Reasoning(text) => {
+            thinking = true;
+            whisper(text);
+            Ok(())
+        }
+        Piece::Content(text) => {
+            if std::mem::take(&mut thinking) {
+                whisper("\n\n");
+            }
+            print(text)
+        }
+        // No tools are offered.
+        Piece::ToolCallBegin { .. } | Piece::ToolCallArguments { .. } | Piece::ToolCallEnd { .. } => Ok(()),
+    })?;
+    if thinking {
+        whisper("\n");
+    }
     if !reply.text.ends_with('\n') {
         print("\n")?;
     }

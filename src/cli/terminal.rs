@@ -23,6 +23,14 @@ pub fn note(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
+/// Shows what is thought beside the answer, dimmed, where standard error is a terminal.
+pub(super) fn whisper(text: &str) {
+    let mut terminal = io::stderr().lock();
+    if terminal.is_terminal() {
+        let _ = write!(terminal, "\x1b[2m{text}\x1b[22m");
+    }
+}
+
 /// Whether nobody reads standard output any more, as behind `| head`: an end, not a failure.
 pub(super) fn reader_left(error: &anyhow::Error) -> bool {
     let causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());

@@ -1,6 +1,5 @@
 //! Values of parameters that a dialect writes as text: a JSON schema says what they are.
 
-use serde::de::IgnoredAny;
 use serde_json::Value;
 
 /// What a text may mean.
@@ -88,9 +87,9 @@ pub(super) fn typed(text: &str, schema: Option<&Value>) -> String {
     if fits && is_json(word) { word.into() } else { quoted(text) }
 }
 
-/// Whether a text is one JSON value.
+/// Whether a text is one JSON value, not nested deeper than readers take.
 pub(super) fn is_json(text: &str) -> bool {
-    serde_json::from_str::<IgnoredAny>(text).is_ok()
+    serde_json::from_str::<Value>(text).is_ok()
 }
 
 /// A JSON string.

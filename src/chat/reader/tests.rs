@@ -234,9 +234,10 @@ fn only_what_may_become_a_marker_is_held_back() {
     let arguments = |json: &str| vec![Piece::ToolCallArguments { index: 0, json: json.into() }];
     assert_eq!(reader.push("<parameter=city>\nNew\nYo"), arguments("{\"city\": \"New\\nYo"));
     assert_eq!(reader.push("rk\n</para"), arguments("rk"));
-    assert_eq!(reader.push("meter>\n</fun"), arguments("\""));
+    // A tag within a value is text, unless another follows it.
+    assert_eq!(reader.push("meter>\n</fun"), []);
     let end = Piece::ToolCallEnd { index: 0 };
-    assert_eq!(reader.push("ction>"), [arguments("}"), vec![end]].concat());
+    assert_eq!(reader.push("ction>"), [arguments("\"}"), vec![end]].concat());
     assert_eq!(reader.finish(), []);
 }
 

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 /// The names under which clients send an assistant's reasoning, in the order in which they are looked up.
-const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+pub(super) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 /// The messages without null fields, reasoning copied to the two names that templates read.
 pub(super) fn prepared(messages: &[Value]) -> Vec<Value> {

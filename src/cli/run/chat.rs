@@ -75,7 +75,7 @@ fn turn(text: &str, conversation: &mut Conversation<'_>, generator: &mut Generat
     if reply.finish_reason == FinishReason::Cancelled && reply.text.is_empty() {
         conversation.unsay();
     } else {
-        conversation.answered(&reply.text);
+        conversation.answered(&reply.text, &reply.reasoning);
     }
     if reply.finish_reason == FinishReason::Length && reply.fills(generator.context()) {
         note(&format!("the context of {} tokens is full: the answer ends here", generator.context()));

@@ -4,7 +4,10 @@ use anyhow::{Result, ensure};
 use serde_json::{Map, Value, json};
 
 use crate::{
-    chat::template::{ChatTemplate, Prompt},
+    chat::{
+        dialect::Dialect,
+        template::{ChatTemplate, Prompt},
+    },
     formats::tokenizer::Tokenizer,
     model_files::ModelFiles,
 };
@@ -36,6 +39,11 @@ impl<'m> Conversation<'m> {
         self.template.is_some()
     }
 
+    /// How the model writes what it thinks, where the template says so.
+    pub(super) fn dialect(&self) -> Option<Dialect> {
+        self.template.map(ChatTemplate::dialect)
+    }
+
     /// Adds what the user says, and without a template forgets the rest.
     pub(in crate::cli) fn ask(&mut self, text: &str) {
         if self.template.is_none() {
@@ -44,9 +52,13 @@ impl<'m> Conversation<'m> {
         self.messages.push(message("user", text));
     }
 
-    /// Adds what the model answered.
-    pub(super) fn answered(&mut self, text: &str) {
-        self.messages.push(message("assistant", text));
+    /// Adds what the model answered, and what it thought before; the template knows what of that to show it again.
+    pub(super) fn answered(&mut self, text: &str, reasoning: &str) {
+        let mut answer = message("assistant", text);
+        if !reasoning.is_empty() {
+            answer["reasoning_content"] = json!(reasoning);
+        }
+        self.messages.push(answer);
     }
 
     /// Takes the last message back.
@@ -77,7 +89,7 @@ impl<'m> Conversation<'m> {
         };
         let (system, turns) = self.messages.split_at(self.n_system);
         let text = template.render(&Prompt {
-            messages: &[system, &turns[2 * n_left_out..]].concat(),
+            messages: &template.adapted(&[system, &turns[2 * n_left_out..]].concat()),
             tools: None,
             add_generation_prompt: true,
             kwargs: &Map::new(),

@@ -10,6 +10,8 @@ use super::interrupt::Interrupt;
 use crate::{
     chat::{
         answer::{Answer, FinishReason},
+        dialect::Dialect,
+        reader::{Answered, Piece, Reader},
         stop::StopStrings,
     },
     cli::terminal::Progress,
@@ -20,6 +22,8 @@ use crate::{
 
 /// A prompt of more tokens is computed in more than one step, so that a bar has something to show.
 const LONG_PROMPT: usize = 512;
+/// Tokens at a prompt's end that may begin the model's thinking.
+const PROMPT_TAIL: usize = 32;
 
 /// A model that answers one prompt after the other, and computes of each only what the one before did not begin with.
 pub(super) struct Generator<'m> {
@@ -28,6 +32,8 @@ pub(super) struct Generator<'m> {
     engine: Engine,
     sequence: Sequence,
     stop: StopStrings,
+    /// How the model sets off its thinking; `None` where all that it writes is the answer.
+    dialect: Option<Dialect>,
     max_tokens: usize,
     interrupt: Interrupt,
 }
@@ -35,6 +41,8 @@ pub(super) struct Generator<'m> {
 /// An answer and what it took.
 pub(super) struct Reply {
     pub(super) text: String,
+    /// What the model thought before it.
+    pub(super) reasoning: String,
     pub(super) finish_reason: FinishReason,
     prompt_tokens: usize,
     completion_tokens: usize,
@@ -52,6 +60,7 @@ impl<'m> Generator<'m> {
         engine: Engine,
         params: SamplingParams,
         stop: StopStrings,
+        dialect: Option<Dialect>,
         max_tokens: usize,
     ) -> Result<Self> {
         Ok(Generator {
@@ -60,6 +69,7 @@ impl<'m> Generator<'m> {
             sequence: Sequence::new(&[], params, engine.context()),
             engine,
             stop,
+            dialect,
             max_tokens,
             interrupt: Interrupt::listen()?,
         })
@@ -103,15 +113,31 @@ impl<'m> Generator<'m> {
         Ok(())
     }
 
-    /// Answers a prompt that [fits](Self::check_fits). `show` gets the text piece by piece.
+    /// Answers a prompt that [fits](Self::check_fits). `show` gets it piece by piece.
     pub(super) fn answer(
         &mut self,
         prompt: &[u32],
-        show: &mut dyn FnMut(&str) -> Result<()>,
+        show: &mut dyn FnMut(&Piece) -> Result<()>,
     ) -> Result<Reply> {
         self.interrupt.forget();
         let max_tokens = self.max_tokens.min(self.context() - prompt.len());
         let mut answer = Answer::new(self.eos, self.stop.clone(), max_tokens);
+        let mut reader = None;
+        if let Some(dialect) = self.dialect {
+            let tail = self.tokenizer.decode(&prompt[prompt.len().saturating_sub(PROMPT_TAIL)..], false)?;
+            answer = answer.showing(dialect.tokens(self.tokenizer));
+            reader = Some(Reader::new(dialect, &tail, None, ""));
+        }
+        let mut answered = Answered::default();
+        let mut show = |pieces: Vec<Piece>| {
+            pieces.iter().try_for_each(&mut *show)?;
+            answered.extend(pieces);
+            anyhow::Ok(())
+        };
+        let mut read = |text: &str| match &mut reader {
+            Some(reader) => reader.push(text),
+            None => vec![Piece::Content(text.into())],
+        };
         self.engine.rebase(&mut self.sequence, prompt);
         let n_reused = self.sequence.n_computed();
         let start = Instant::now();
@@ -121,7 +147,7 @@ impl<'m> Generator<'m> {
         let first_token = Instant::now();
         let to_first_token = drawn.map(|_| prefill_time);
         while let Some(token) = drawn {
-            show(answer.push(self.tokenizer, token)?)?;
+            show(read(answer.push(self.tokenizer, token)?))?;
             if answer.finish_reason().is_some() || self.interrupt.asked() {
                 break;
             }
@@ -132,9 +158,11 @@ impl<'m> Generator<'m> {
         }
         let n_decoded = answer.n_tokens().saturating_sub(1);
         let decode_time = first_token.elapsed();
-        show(answer.cut(FinishReason::Cancelled))?;
+        show(read(answer.cut(FinishReason::Cancelled)))?;
+        show(reader.as_mut().map(Reader::finish).unwrap_or_default())?;
         Ok(Reply {
-            text: answer.text().into(),
+            text: answered.content,
+            reasoning: answered.reasoning,
             finish_reason: answer.finish_reason().expect("an answer that was cut has ended"),
             prompt_tokens: prompt.len(),
             completion_tokens: answer.n_tokens(),
@@ -167,6 +195,7 @@ impl Reply {
     pub(super) fn json(&self) -> Value {
         json!({
             "text": self.text,
+            "reasoning": (!self.reasoning.is_empty()).then_some(&self.reasoning),
             "finish_reason": self.finish_reason.to_string(),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
