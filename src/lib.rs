@@ -15,3 +15,4 @@ pub mod models;
 pub mod moe;
 pub mod philox;
 pub mod scheduler;
+pub mod server;

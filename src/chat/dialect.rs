@@ -126,6 +126,14 @@ impl Dialect {
         self.0.tokens.iter().filter_map(|token| tokenizer.token_to_id(token)).collect()
     }
 
+    /// What stands before and behind thinking, where tags mark it.
+    pub fn thinking(self) -> Option<(&'static str, &'static str)> {
+        match self.0.form {
+            Form::Tags(syntax) => Some(syntax.thinking),
+            Form::Harmony => None,
+        }
+    }
+
     pub(super) fn form(self) -> Form {
         self.0.form
     }

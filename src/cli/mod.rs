@@ -9,6 +9,7 @@ mod memory;
 mod model;
 mod run;
 mod selftest;
+mod serve;
 mod synth;
 mod terminal;
 mod trace;
@@ -36,6 +37,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Run(run::RunArgs),
+    Serve(serve::ServeArgs),
     Eval(eval::EvalArgs),
     Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
@@ -60,6 +62,7 @@ impl Cli {
     fn command(self) -> Result<()> {
         match self.command {
             Command::Run(args) => run::run(args),
+            Command::Serve(args) => serve::run(args),
             Command::Eval(args) => eval::run(args),
             Command::Inspect(args) => inspect::run(args),
             Command::Devices(args) => devices::run(args),

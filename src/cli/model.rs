@@ -83,17 +83,34 @@ impl ModelArgs {
         Ok(ModelFiles::open(self.model.as_deref())?)
     }
 
-    /// Loads the weights, with a bar on a terminal.
-    pub(super) fn engine(&self, files: &ModelFiles, max_sequences: usize) -> Result<Engine> {
-        let options = EngineOptions {
+    /// Options of an engine for so many sequences at a time.
+    pub(super) fn options(&self, max_sequences: usize) -> EngineOptions {
+        EngineOptions {
             context: self.context.map_or(DEFAULT_CONTEXT, |n| n as usize),
             max_sequences,
             ..EngineOptions::default()
-        };
+        }
+    }
+
+    /// Loads the weights, with a bar on a terminal.
+    pub(super) fn engine(&self, files: &ModelFiles, max_sequences: usize) -> Result<Engine> {
+        self.engine_with(files, self.options(max_sequences), &mut |_| {})
+    }
+
+    /// The same, where somebody else hears the bytes of each tensor too.
+    pub(super) fn engine_with(
+        &self,
+        files: &ModelFiles,
+        options: EngineOptions,
+        loaded: &mut dyn FnMut(u64),
+    ) -> Result<Engine> {
         let backend = self.device.open()?;
         let options = self.memory.options(options, &*backend, &self.device)?;
         let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
-        let engine = files.engine(backend, &options, &mut |bytes| progress.add(bytes))?;
+        let engine = files.engine(backend, &options, &mut |bytes| {
+            progress.add(bytes);
+            loaded(bytes);
+        })?;
         progress.finish();
         self.memory.say(&engine);
         if let Some(parts) = models::left_aside(files.checkpoint().tensor_names()) {

@@ -1,0 +1,6 @@
+//! Anthropic's protocol.
+
+mod blocks;
+pub(super) mod count;
+pub(super) mod messages;
+mod request;

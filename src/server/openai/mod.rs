@@ -1,0 +1,80 @@
+//! OpenAI's protocol.
+
+pub(super) mod chat;
+pub(super) mod completions;
+mod logprobs;
+mod messages;
+pub(super) mod responses;
+mod tools;
+mod usage;
+
+use std::sync::Arc;
+
+pub(super) use self::{messages::messages, tools::tools};
+use axum::{Json, extract::State};
+use serde_json::{Value, json};
+
+use super::{Server, answers::Finish, ask::fresh_id, error::ApiError, fields::Fields, journal::unix_seconds};
+
+/// What every object of an answer begins with.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+}
+
+impl Head {
+    /// Takes the model's name, which is echoed.
+    ///
+    /// # Errors
+    /// No name, or another than the model has where that is not allowed.
+    fn take(prefix: &str, fields: &mut Fields, server: &Server) -> Result<Self, ApiError> {
+        let model: String = fields.require("model")?;
+        server.check_model(&model)?;
+        Ok(Head { id: fresh_id(prefix), created: unix_seconds() as u64, model })
+    }
+
+    fn object(&self, object: &str) -> Value {
+        json!({ "id": self.id, "object": object, "created": self.created, "model": self.model })
+    }
+}
+
+/// Whether the answer is streamed, and whether the last chunk is about usage.
+fn take_stream(fields: &mut Fields) -> Result<(bool, bool), ApiError> {
+    let stream: bool = fields.take("stream")?.unwrap_or_default();
+    let Some(mut options) = fields.object("stream_options")? else { return Ok((stream, false)) };
+    if !stream {
+        return Err(ApiError::field(
+            "stream_options",
+            "stream_options is only for answers with \"stream\": true",
+        ));
+    }
+    let include_usage = options.take("include_usage")?.unwrap_or_default();
+    options.skip(&["include_obfuscation"]);
+    options.finish()?;
+    Ok((stream, include_usage))
+}
+
+fn finish_reason(finish: &Finish) -> &'static str {
+    match finish {
+        Finish::Stop | Finish::StopString(_) => "stop",
+        Finish::Length => "length",
+        Finish::ToolCalls => "tool_calls",
+    }
+}
+
+/// `GET /v1/models`: the one model, and how much it can take as it is served.
+pub(in crate::server) async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
+    let context = server.service().ok().map(|service| service.context());
+    Json(json!({
+        "object": "list",
+        "data": [{
+            "id": server.settings().model_name,
+            "object": "model",
+            "created": server.model().created(),
+            "owned_by": "freetoken",
+            "max_model_len": context,
+            "context_length": context,
+        }],
+    }))
+}

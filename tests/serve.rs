@@ -1,0 +1,311 @@
+//! `freetoken serve`, as a user starts it and a client talks to it, with the demo model.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpStream,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo");
+const CHAT: &str = "/v1/chat/completions";
+/// Longer than anything here takes, so that a test that hangs fails.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A running server.
+struct Serving {
+    child: Child,
+    address: String,
+    said: BufReader<std::process::ChildStderr>,
+}
+
+fn serve(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_freetoken"));
+    command.args(["serve", "--model", DEMO, "--backend", "cpu", "--threads", "2"]).args(args);
+    if !args.contains(&"--port") {
+        command.args(["--port", "0"]);
+    }
+    command.env("FREETOKEN_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/home"));
+    command.env_remove("FREETOKEN_API_KEY");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+impl Serving {
+    fn start(args: &[&str]) -> Self {
+        let mut child = serve(args).spawn().expect("the binary starts");
+        let mut said = BufReader::new(child.stderr.take().expect("a pipe"));
+        let mut address = String::new();
+        loop {
+            let mut line = String::new();
+            assert!(said.read_line(&mut line).expect("UTF-8") > 0, "the server ended");
+            if let Some((_, found)) = line.trim().split_once("listening on http://") {
+                address = found.to_owned();
+            }
+            if line.trim() == "ready" {
+                return Serving { child, address, said };
+            }
+        }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(&self.address).expect("it listens");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        stream
+    }
+
+    /// Sends a request on a connection of its own.
+    fn send(&self, method: &str, path: &str, body: &str) -> TcpStream {
+        let mut stream = self.connect();
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n", self.address);
+        write!(stream, "{head}Content-Length: {length}\r\n\r\n{body}").expect("it is taken");
+        stream
+    }
+
+    fn answer(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        let mut text = String::new();
+        self.send(method, path, body).read_to_string(&mut text).expect("an answer");
+        let (head, body) = text.split_once("\r\n\r\n").expect("a head");
+        let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
+        let chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
+        (status.expect("a status"), if chunked { unchunked(body) } else { body.to_owned() })
+    }
+
+    fn post(&self, path: &str, body: &Value) -> Value {
+        let (status, text) = self.answer("POST", path, &body.to_string());
+        assert_eq!(status, 200, "{text}");
+        serde_json::from_str(&text).expect("JSON")
+    }
+
+    fn get(&self, path: &str) -> Value {
+        let (status, text) = self.answer("GET", path, "");
+        assert_eq!(status, 200, "{text}");
+        serde_json::from_str(&text).expect("JSON")
+    }
+
+    /// Waits until a figure of the engine is what it should be.
+    fn wait_for(&self, figure: &str, value: u64) {
+        let start = Instant::now();
+        while self.get("/v1/stats")["service"][figure] != value {
+            assert!(start.elapsed() < PATIENCE, "{figure} is never {value}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    #[cfg(unix)]
+    fn terminate(&self) {
+        let killed = Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status();
+        assert!(killed.is_ok_and(|status| status.success()));
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn unchunked(mut body: &str) -> String {
+    let mut text = String::new();
+    while let Some((length, rest)) = body.split_once("\r\n") {
+        let length = usize::from_str_radix(length, 16).expect("a length");
+        text.push_str(&rest[..length]);
+        body = &rest[length + 2..];
+        if length == 0 {
+            break;
+        }
+    }
+    text
+}
+
+fn france(more: Value) -> Value {
+    let messages = json!([{ "role": "user", "content": "What is the capital of France?" }]);
+    let mut body = json!({ "model": "demo", "messages": messages, "temperature": 0 });
+    body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+    body
+}
+
+/// A story that goes on for many tokens.
+fn story() -> Value {
+    let messages = json!([{ "role": "user", "content": "Tell me a story about a fox named Rusty who lost a red kite." }]);
+    json!({ "model": "demo", "messages": messages, "temperature": 0, "ignore_eos": true, "stream": true })
+}
+
+#[test]
+fn every_protocol_gives_the_demo_models_answer() {
+    let server = Serving::start(&[]);
+    assert_eq!(server.get("/health")["status"], "ok");
+    assert_eq!(server.get("/v1/models")["data"][0]["id"], "demo");
+    let answer = "The capital of France is Paris.";
+    let chat = server.post(CHAT, &france(json!({})));
+    assert_eq!(chat["choices"][0]["message"]["content"], answer);
+    assert_eq!(
+        (&chat["usage"]["prompt_tokens"], &chat["usage"]["completion_tokens"]),
+        (&json!(15), &json!(8))
+    );
+    let again = server.post(CHAT, &france(json!({})));
+    assert!(again["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64() > Some(10), "{again}");
+    let (status, stream) = server.answer("POST", CHAT, &france(json!({ "stream": true })).to_string());
+    assert!(status == 200 && stream.ends_with("data: [DONE]\n\n"), "{stream}");
+    let message = server.post("/v1/messages", &france(json!({ "max_tokens": 50 })));
+    assert_eq!(message["content"][0]["text"], answer);
+    let input = json!({ "model": "demo", "input": "What is the capital of France?", "temperature": 0 });
+    assert_eq!(server.post("/v1/responses", &input)["output"][0]["content"][0]["text"], answer);
+    let raw = json!({ "model": "demo", "prompt": "Once upon a time, there was a", "temperature": 0, "max_tokens": 12 });
+    let text = server.post("/v1/completions", &raw);
+    assert_eq!(text["choices"][0]["text"], " kind girl named Rose. Rose had just moved to a new");
+    let (_, metrics) = server.answer("GET", "/metrics", "");
+    assert!(
+        metrics.contains("freetoken_requests_ended_total{path=\"/v1/messages\",status=\"200\"} 1"),
+        "{metrics}"
+    );
+}
+
+#[test]
+fn the_engine_honours_biases_seeds_log_probabilities_and_grammars() {
+    let server = Serving::start(&[]);
+    let token = |text: &str| server.post("/tokenize", &json!({ "prompt": text }))["tokens"][0].to_string();
+    let paris = france(json!({ "logit_bias": { token(" Paris"): -100 } }));
+    let text = server.post(CHAT, &paris)["choices"][0]["message"]["content"].clone();
+    assert!(text.as_str().is_some_and(|text| !text.contains(" Paris")), "{text}");
+    let sampled = |seed: u64| {
+        let body =
+            france(json!({ "temperature": 1.5, "top_k": 0, "top_p": 1, "seed": seed, "max_tokens": 30 }));
+        server.post(CHAT, &body)["choices"][0]["message"]["content"].clone()
+    };
+    assert_eq!(sampled(1), sampled(1));
+    assert_ne!(sampled(1), sampled(2));
+    let body = server.post(CHAT, &france(json!({ "logprobs": true, "top_logprobs": 3 })));
+    for entry in body["choices"][0]["logprobs"]["content"].as_array().expect("a list") {
+        let logprob = entry["logprob"].as_f64().expect("a number");
+        assert!(
+            logprob <= 0.0 && entry["top_logprobs"][0]["logprob"] == logprob,
+            "greedy takes the best: {entry}"
+        );
+    }
+    let schema = json!({
+        "type": "object", "properties": { "city": { "type": "string", "maxLength": 20 }, "big": { "type": "boolean" } },
+        "required": ["city", "big"], "additionalProperties": false,
+    });
+    let format = json!({ "type": "json_schema", "json_schema": { "name": "city", "schema": schema } });
+    let body = server.post(CHAT, &france(json!({ "response_format": format })));
+    let text = body["choices"][0]["message"]["content"].as_str().expect("a text");
+    let city: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
+    assert!(city["city"].is_string() && city["big"].is_boolean(), "{text}");
+    let parameters = json!({
+        "type": "object", "properties": { "city": { "enum": ["Paris", "Rome"] } }, "required": ["city"],
+        "additionalProperties": false,
+    });
+    let tools = json!([{ "type": "function", "function": { "name": "visit", "parameters": parameters } }]);
+    let body = server.post(
+        CHAT,
+        &france(json!({ "tools": tools, "tool_choice": "required", "parallel_tool_calls": false })),
+    );
+    let call = &body["choices"][0]["message"]["tool_calls"][0]["function"];
+    assert_eq!(call["name"], "visit");
+    assert!(
+        call["arguments"].as_str().is_some_and(|text| text.contains("Paris") || text.contains("Rome")),
+        "{call}"
+    );
+}
+
+#[test]
+fn a_client_that_leaves_frees_the_engine() {
+    let server = Serving::start(&[]);
+    let mut leaving = server.send("POST", CHAT, &story().to_string());
+    leaving.read_exact(&mut [0; 400]).expect("it streams");
+    drop(leaving);
+    server.wait_for("n_cancelled", 1);
+    // Not streamed, and left before the first byte.
+    let mut body = story();
+    body["stream"] = false.into();
+    let waiting = server.send("POST", CHAT, &body.to_string());
+    server.wait_for("n_running", 1);
+    drop(waiting);
+    server.wait_for("n_cancelled", 2);
+    server.wait_for("n_running", 0);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_signal_lets_answers_finish_and_a_second_one_does_not() {
+    for n_signals in [1, 2] {
+        let mut server = Serving::start(&[]);
+        let mut body = story();
+        body["max_tokens"] = if n_signals == 1 { 30 } else { 900 }.into();
+        let mut stream = server.send("POST", CHAT, &body.to_string());
+        stream.read_exact(&mut [0; 400]).expect("it streams");
+        server.terminate();
+        let mut line = String::new();
+        server.said.read_line(&mut line).expect("UTF-8");
+        assert!(line.contains("shutting down"), "{line}");
+        if n_signals == 2 {
+            server.terminate();
+        }
+        let mut rest = String::new();
+        // What is sent may end anywhere behind the second signal.
+        let _ = stream.read_to_string(&mut rest);
+        assert_eq!(rest.contains("[DONE]"), n_signals == 1, "{rest}");
+        assert!(server.child.wait().expect("it ends").success());
+        assert!(TcpStream::connect(&server.address).is_err());
+    }
+}
+
+#[test]
+fn nobody_elses_machine_without_a_key() {
+    let refused = |args: &[&str], reason: &str| {
+        let output = serve(args).output().expect("the binary starts");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.starts_with("error: ") && said.contains(reason), "{said}");
+    };
+    refused(&["--host", "0.0.0.0"], "demands a key");
+    refused(&["--host", "0.0.0.0", "--api-key", ""], "the API key is empty");
+    refused(&["--api-key-file", "no-such-file"], "--api-key-file");
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("serve-key");
+    fs::write(&file, "secret\n").expect("written");
+    let server = Serving::start(&["--api-key-file", file.to_str().expect("UTF-8")]);
+    assert_eq!(server.answer("GET", "/v1/models", "").0, 401);
+    assert_eq!(server.answer("GET", "/health", "").0, 200);
+}
+
+#[test]
+fn a_port_that_is_taken() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port().to_string();
+    let output = serve(&["--port", &port]).output().expect("the binary starts");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains(&format!("cannot listen on 127.0.0.1 port {port}")), "{said}");
+}
+
+/// Every curl command of README.md and docs/serving.md works.
+#[test]
+fn documented_requests_are_answered() {
+    let server = Serving::start(&[]);
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found = 0;
+    for page in ["README.md", "docs/serving.md"] {
+        let text = fs::read_to_string(root.join(page)).expect("the page is there").replace("\\\n", " ");
+        let mut in_sh = false;
+        for line in text.lines() {
+            if let Some(language) = line.strip_prefix("```") {
+                in_sh = language == "sh";
+            } else if in_sh && line.starts_with("curl ") {
+                found += 1;
+                let command = line.replace("localhost:1919", &server.address);
+                let output = Command::new("sh").args(["-c", &command]).output().expect("there is a shell");
+                let text = String::from_utf8_lossy(&output.stdout);
+                assert!(output.status.success(), "{command}\n{}", String::from_utf8_lossy(&output.stderr));
+                assert!(!text.is_empty() && !text.contains("\"error\":{"), "{command}\n{text}");
+            }
+        }
+    }
+    assert!(found >= 5, "{found}");
+}
