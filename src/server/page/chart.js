@@ -48,8 +48,8 @@ export class Line {
     const path = (run) => run.map(([x, y]) => `${x.toFixed(2)} ${y.toFixed(2)}`).join("L");
     this.#line.setAttribute("d", runs.map((run) => `M${path(run)}`).join(""));
     this.#area.setAttribute("d", runs.map((run) => `M${run[0][0]} ${HEIGHT}L${path(run)}L${run.at(-1)[0]} ${HEIGHT}Z`).join(""));
-    this.#scale[0].textContent = `${short(top)} ${this.#unit}`;
-    this.#scale[1].textContent = short(top / 2);
+    this.#scale[0].textContent = `${top.toLocaleString("en")} ${this.#unit}`;
+    this.#scale[1].textContent = (top / 2).toLocaleString("en");
     const last = values.length > 0 ? `${short(values.at(-1))} ${this.#unit} now, ${short(highest)} at most` : "nothing yet";
     this.#container.setAttribute("aria-label", `${this.#name}, the last two minutes: ${last}.`);
   }

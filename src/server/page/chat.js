@@ -3,7 +3,7 @@
 import { byId, element } from "./dom.js";
 import * as history from "./history.js";
 import { MessageView } from "./message.js";
-import { count } from "./numbers.js";
+import { tokens } from "./numbers.js";
 import { ServerError, get, stream } from "./server.js";
 import * as settings from "./settings.js";
 
@@ -101,7 +101,7 @@ async function answer() {
       setRunning(null);
       mark();
       keep();
-      say(message.error ?? (message.usage ? `The answer is there, ${count(message.usage.tokens)} tokens.` : "The answer was stopped."));
+      say(message.error ?? (message.usage ? `The answer is there, ${tokens(message.usage.tokens)}.` : "The answer was stopped."));
     }
   }
 }

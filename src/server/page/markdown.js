@@ -67,28 +67,28 @@ function split(lines, open, depth) {
   return blocks;
 }
 
-function fence({ lines, at }) {
+function fence({ lines, at, open }) {
   const head = FENCE.exec(lines[at]);
   if (!head) return null;
   const [, mark, words] = head;
-  const ends = (line) => {
+  const closes = (line) => {
     const text = line.trim();
     return text.length >= mark.length && text === mark[0].repeat(text.length);
   };
-  const last = endOf(lines, at + 1, (line) => !ends(line));
+  const last = endOf(lines, at + 1, (line) => !closes(line));
   const columns = indent(lines[at]);
   const code = lines.slice(at + 1, last).map((line) => dedent(line, columns)).join("\n");
   const language = words.trim().split(/[\s{]/)[0].slice(0, 40);
-  return { end: Math.min(last + 1, lines.length), build: () => codeBlock(language, code) };
+  const label = language || (ends(lines, at + 1, open) ? "" : "text");
+  return { end: Math.min(last + 1, lines.length), build: () => codeBlock(label, code) };
 }
 
-/** Code with its language and a button (`data-action="copy-code"`) that somebody has to wire. */
-export function codeBlock(language, code) {
-  const label = element("span", {}, language || "text");
+/** Code with a label and a button (`data-action="copy-code"`) that somebody has to wire. */
+export function codeBlock(label, code) {
   const copy = element("button", { type: "button", class: "quiet", "data-action": "copy-code" }, "Copy");
   // Chromium gives a scroller the focus by itself, others need to be told.
   const pre = element("pre", { tabindex: "0" }, element("code", {}, code));
-  return element("figure", { class: "code" }, element("figcaption", {}, label, copy), pre);
+  return element("figure", { class: "code" }, element("figcaption", {}, element("span", {}, label), copy), pre);
 }
 
 function heading({ lines, at, open }) {

@@ -2,7 +2,7 @@
 
 import { element } from "./dom.js";
 import * as markdown from "./markdown.js";
-import { count, duration, short } from "./numbers.js";
+import { count, duration, short, tokens } from "./numbers.js";
 
 /** A message on the page. `node` is its element; its `data-state` is `waiting`, `thinking`, `answering`, `done`, `stopped` or `failed`. */
 export class MessageView {
@@ -124,7 +124,7 @@ function usage({ usage, seconds, first_seconds: first, finish }) {
   if (finish === "stopped") parts.push("stopped");
   if (finish === "length") parts.push("cut off: no more tokens were allowed");
   if (usage) {
-    parts.push(`${count(usage.tokens)} tokens`);
+    parts.push(tokens(usage.tokens));
     if (usage.tokens > 1 && seconds > 0) parts.push(`${short((usage.tokens - 1) / seconds)} tok/s`);
   }
   if (first !== undefined) parts.push(`first token after ${duration(first)}`);

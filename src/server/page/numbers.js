@@ -6,6 +6,9 @@ const BYTE_UNITS = ["B", "kB", "MB", "GB", "TB"];
 /** 12,345 */
 export const count = (number) => whole.format(number);
 
+/** 1 token, 12,345 tokens. */
+export const tokens = (number) => `${count(number)} ${number === 1 ? "token" : "tokens"}`;
+
 /** Three digits that matter: 0.42, 8.31, 42.1, 1,234. */
 export function short(number) {
   const digits = number >= 100 || number === 0 ? 0 : number >= 10 ? 1 : 2;
