@@ -13,7 +13,7 @@ const NEAR_END = 48;
 let chat = history.emptyChat();
 /** One for each message, in order. */
 let views = [];
-/** The answer that streams in: its `AbortController`. */
+/** The answer that streams in, as `{ asking, message, clock }`; `asking` is its `AbortController`. */
 let running = null;
 let isEditing = false;
 let model = null;
@@ -31,9 +31,9 @@ export function begin() {
   });
   byId("prompt").addEventListener("input", fitPrompt);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.asking.abort();
   });
-  byId("stop").addEventListener("click", () => running?.abort());
+  byId("stop").addEventListener("click", () => running?.asking.abort());
   byId("new-chat").addEventListener("click", () => open(history.emptyChat()));
   byId("cancel-edit").addEventListener("click", () => setEditing(false));
   byId("messages").addEventListener("click", act);
@@ -81,7 +81,8 @@ async function answer() {
   const view = add(message);
   const asking = new AbortController();
   const clock = { began: performance.now(), first: null, last: null };
-  setRunning(asking);
+  const mine = { asking, message, clock };
+  setRunning(mine);
   toEnd();
   view.begin(clock);
   say("The model is answering.");
@@ -97,9 +98,8 @@ async function answer() {
     measure(message, clock);
     view.end();
     // The chat may be another one by now: then this answer was kept when it was left.
-    if (running === asking) {
+    if (running === mine) {
       setRunning(null);
-      mark();
       keep();
       say(message.error ?? (message.usage ? `The answer is there, ${tokens(message.usage.tokens)}.` : "The answer was stopped."));
     }
@@ -157,6 +157,7 @@ function act(event) {
   const view = views.find(({ node }) => node.contains(button));
   const actions = {
     retry: () => {
+      setEditing(false);
       drop();
       answer();
     },
@@ -223,10 +224,11 @@ function mark() {
 
 function open(next) {
   if (running) {
-    const left = running;
+    const { asking, message, clock } = running;
     running = null;
-    left.abort();
-    chat.messages.at(-1).finish = "stopped";
+    asking.abort();
+    message.finish = "stopped";
+    measure(message, clock);
     keep();
   }
   setEditing(false);
@@ -236,7 +238,6 @@ function open(next) {
   byId("messages").replaceChildren();
   for (const message of messages) add(message).end();
   setRunning(null);
-  mark();
   toEnd();
   byId("prompt").focus();
 }
@@ -266,11 +267,11 @@ function listChats() {
   byId("forget-all").hidden = items.length === 0;
 }
 
-function setRunning(asking) {
-  running = asking;
-  byId("send").hidden = asking !== null;
-  byId("stop").hidden = asking === null;
-  byId("view-chat").dataset.state = asking ? "answering" : "idle";
+function setRunning(next) {
+  running = next;
+  byId("send").hidden = next !== null;
+  byId("stop").hidden = next === null;
+  byId("view-chat").dataset.state = next ? "answering" : "idle";
   mark();
 }
 

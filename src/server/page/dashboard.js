@@ -11,7 +11,7 @@ const EVERY_MS = 1000;
 const NOW_SECONDS = 5;
 /** Arrow keys move a slider step by step: it is let go of when it rests so long. */
 const REST_MS = 400;
-/** How many times of what it has the key-value cache may be given, where its bytes are not known. */
+/** How many times of what it has the key-value cache may be asked to have, where nothing says what there is. */
 const MOST_GROWTH = 4;
 
 const SUMS = ["decoded_tokens", "prefilled_tokens", "cached_tokens"];
@@ -204,9 +204,8 @@ function showMemory(cache) {
   bar.hidden = !tokenBytes;
   if (tokenBytes) parts.memory.draw(sizes, sizes.map(bytes));
   if (isHeld) return;
-  mostKvTokens = tokenBytes
-    ? Math.floor((sizes[0] + sizes[1]) / tokenBytes)
-    : Math.max(mostKvTokens, MOST_GROWTH * kvTokens);
+  const most = tokenBytes && experts ? Math.floor((sizes[0] + sizes[1]) / tokenBytes) : MOST_GROWTH * kvTokens;
+  mostKvTokens = Math.max(mostKvTokens, most);
   const [slots, tokens] = sliders();
   if (experts) {
     slots.max = experts.n_experts;

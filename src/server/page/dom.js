@@ -12,7 +12,7 @@ export function element(tag, attributes = {}, ...children) {
 export const byId = (id) => document.getElementById(id);
 
 /** Brings the children of `parent` in line with `fresh`: what is equal stays, with its selection, scroll position and focus. */
-function align(parent, fresh) {
+export function align(parent, fresh) {
   fresh.forEach((next, index) => {
     const now = parent.childNodes[index];
     if (!now) parent.append(next);

@@ -267,7 +267,6 @@ function inline(text, open, links = true) {
   // The innermost emphasis is the last frame. Likely is what does not begin inside of a word, as in 2*3.
   const frames = [{ mark: "", nodes: [] }];
   const closings = brackets(text);
-  const lonely = new Set();
   const put = (node) => frames.at(-1).nodes.push(node);
   let at = 0;
   while (at < text.length) {
@@ -279,7 +278,7 @@ function inline(text, open, links = true) {
     const letter = text[at];
     const found =
       (letter === "\\" && escaped(text, at)) ||
-      (letter === "`" && codeSpan(text, at, open, lonely)) ||
+      (letter === "`" && codeSpan(text, at, open)) ||
       (letter === "<" && autolink(text, at, links)) ||
       ((letter === "[" || letter === "!") && links && link(text, at, open, closings)) ||
       (letter === "h" && links && bareLink(text, at)) ||
@@ -349,16 +348,14 @@ function escaped(text, at) {
   return next && /[!-/:-@[-`{-~]/.test(next) ? { end: at + 2, node: next } : null;
 }
 
-/** `lonely` has the lengths of which no run of backticks follows any more. */
-function codeSpan(text, at, open, lonely) {
+function codeSpan(text, at, open) {
   const runs = /`+/g;
   runs.lastIndex = at;
   const mark = runs.exec(text)[0];
   const from = at + mark.length;
   let run = null;
-  while (!lonely.has(mark.length) && (run = runs.exec(text)) && run[0].length !== mark.length);
+  while ((run = runs.exec(text)) && run[0].length !== mark.length);
   if (run) return { end: runs.lastIndex, node: code(text.slice(from, run.index)) };
-  lonely.add(mark.length);
   if (open) return { end: text.length, node: from < text.length ? code(withoutTail(text.slice(from), "`")) : "" };
   return { end: from, node: mark };
 }

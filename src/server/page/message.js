@@ -1,6 +1,6 @@
 // How one message looks, whole or while it streams in. It changes no message and asks nobody.
 
-import { element } from "./dom.js";
+import { align, element } from "./dom.js";
 import * as markdown from "./markdown.js";
 import { count, duration, short, tokens } from "./numbers.js";
 
@@ -85,7 +85,7 @@ export class MessageView {
       this.node.setAttribute("aria-busy", String(this.#clock !== null));
       this.#showThinking(state);
       markdown.show(this.#parts.content, content, this.#clock !== null);
-      this.#parts.calls.replaceChildren(...calls.map(({ name, arguments: json }) => markdown.codeBlock(`call of ${name}`, json)));
+      align(this.#parts.calls, calls.map(({ name, arguments: json }) => markdown.codeBlock(`call of ${name}`, json)));
       this.#parts.error.hidden = !error;
       if (error && this.#parts.error.textContent === "") this.#parts.error.append(`${error} `, button("retry", "Try again"));
       this.#parts.usage.textContent = this.#clock ? waiting(state, this.#clock) : usage(this.message);
