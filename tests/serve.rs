@@ -150,7 +150,12 @@ fn every_protocol_gives_the_demo_models_answer() {
         (&chat["usage"]["prompt_tokens"], &chat["usage"]["completion_tokens"]),
         (&json!(15), &json!(8))
     );
-    let again = server.post(CHAT, &france(json!({})));
+    let long = json!({ "messages": [
+        { "role": "system", "content": "You answer questions about countries, towns and rivers in one short sentence." },
+        { "role": "user", "content": "What is the capital of France?" },
+    ] });
+    server.post(CHAT, &france(long.clone()));
+    let again = server.post(CHAT, &france(long));
     assert!(again["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64() > Some(10), "{again}");
     let (status, stream) = server.answer("POST", CHAT, &france(json!({ "stream": true })).to_string());
     assert!(status == 200 && stream.ends_with("data: [DONE]\n\n"), "{stream}");

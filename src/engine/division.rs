@@ -33,7 +33,7 @@ impl Engine {
         let n_slots = division.expert_slots.unwrap_or(old_slots);
         let n_pages = division.kv_tokens.map_or(self.limits.n_pages, |n| 1 + n.div_ceil(PAGE_TOKENS));
         let record = self.elastic().map_or(0, |elastic| elastic.record_bytes()) as u64;
-        let page = self.batch.kv.iter().map(|kv| (kv.view.bytes() / kv.n_pages) as u64).sum::<u64>();
+        let page = self.page_bytes();
         if n_used >= n_pages {
             let (tokens, fits) = ((n_pages - 1) * PAGE_TOKENS, n_used * PAGE_TOKENS);
             return Err(EngineError::KvInUse { tokens, fits });

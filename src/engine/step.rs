@@ -296,6 +296,11 @@ impl Engine {
         self.prefixes.state_bytes()
     }
 
+    /// Bytes of a page of the key-value cache, of all layers together.
+    pub fn page_bytes(&self) -> u64 {
+        self.batch.kv.iter().map(|kv| (kv.view.bytes() / kv.n_pages) as u64).sum()
+    }
+
     /// Pages of the key-value cache that running sequences hold.
     pub fn n_pages_running(&self) -> usize {
         self.n_pages() - self.pool.n_free() - self.n_pages_kept()

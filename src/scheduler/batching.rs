@@ -472,6 +472,7 @@ impl Worker {
             kv_tokens: engine.n_pages() * PAGE_TOKENS,
             kv_tokens_running: engine.n_pages_running() * PAGE_TOKENS,
             kv_tokens_kept: engine.n_pages_kept() * PAGE_TOKENS,
+            kv_token_bytes: engine.page_bytes() / PAGE_TOKENS as u64,
             experts,
         }
     }

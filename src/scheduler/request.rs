@@ -161,6 +161,8 @@ pub struct Cache {
     pub kv_tokens_running: usize,
     /// Of those, kept for prompts to come.
     pub kv_tokens_kept: usize,
+    /// Bytes of a token.
+    pub kv_token_bytes: u64,
     /// Experts, where they are behind a cache.
     pub experts: Option<Experts>,
 }

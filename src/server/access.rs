@@ -18,10 +18,17 @@ use axum::{
 use super::{
     Server,
     error::{ApiError, Kind},
+    page,
 };
 
 /// Paths that answer without a key, as a load balancer and a browser need it: they say nothing of a conversation.
 const OPEN_PATHS: [&str; 2] = ["/", "/health"];
+
+/// Whether a path answers without a key.
+fn is_open(path: &str) -> bool {
+    OPEN_PATHS.contains(&path) || path.starts_with(page::FOLDER)
+}
+
 /// Methods that a page of an allowed origin may use.
 const METHODS: &str = "GET, POST, OPTIONS";
 
@@ -85,7 +92,7 @@ pub(super) async fn guarded(State(server): State<Arc<Server>>, request: Request,
         return with_cors(StatusCode::NO_CONTENT.into_response(), allowed);
     }
     let checked = match &settings.api_key {
-        Some(_) if OPEN_PATHS.contains(&request.uri().path()) => Ok(()),
+        Some(_) if is_open(request.uri().path()) => Ok(()),
         Some(key) => check_key(request.headers(), key),
         None if allowed.is_some() => check_host(request.headers(), request.uri()),
         None => check_host(request.headers(), request.uri()).and_then(|()| check_origin(request.headers())),

@@ -17,6 +17,7 @@ pub mod listen;
 mod metrics;
 mod model;
 mod openai;
+mod page;
 mod settings;
 mod sse;
 mod tokens;
@@ -176,6 +177,8 @@ pub fn app(server: Arc<Server>) -> Router {
         .route("/metrics", get(metrics::metrics))
         .route("/v1/cache/status", get(control::cache_status))
         .route("/v1/cache/resize", post(control::cache_resize))
+        .route("/", get(page::index))
+        .route("/page/{name}", get(page::file))
         .route("/health", get(control::health))
         .route("/v1/models", get(openai::models))
         .route("/v1/stats", get(control::stats))

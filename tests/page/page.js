@@ -106,13 +106,13 @@ async function dashboard() {
   holds(all(".chart[aria-label]").length > 0, "charts have words");
 
   const reply = await (await fetch("/v1/stats")).json();
-  const { cache } = reply.service ?? reply;
+  const { cache } = reply.service;
   same(byId("kv-tokens").valueAsNumber, cache.kv_tokens, "the slider of the key-value cache");
   same(byId("expert-slots").closest(".experts").hidden, cache.experts === null, "experts");
   fill("kv-tokens", byId("kv-tokens").max);
   await until(() => ["done", "refused"].includes(byId("division-state").dataset.state), "a division");
   const after = await (await fetch("/v1/stats")).json();
-  await until(() => byId("kv-tokens").valueAsNumber === (after.service ?? after).cache.kv_tokens, "the slider shows what is");
+  await until(() => byId("kv-tokens").valueAsNumber === after.service.cache.kv_tokens, "the slider shows what is");
 }
 
 run(async () => {

@@ -83,7 +83,7 @@ async function read() {
   try {
     const reply = await get("v1/stats");
     // Null while the model loads.
-    const stats = "service" in reply ? reply.service : reply;
+    const stats = reply.service;
     if (stats) take(stats);
     notice(stats ? "" : "The model is loading: there is nothing to count yet.");
   } catch (error) {
