@@ -63,7 +63,7 @@ impl StatePool {
 #[derive(Debug, Clone)]
 pub struct StateSnapshot {
     tokens: Vec<u32>,
-    /// Of all layers, one behind the other; empty where no layer is recurrent.
+    /// Of all layers, one behind the other; empty where no layer is recurrent, or nothing was computed.
     bytes: Vec<u8>,
 }
 
@@ -147,9 +147,15 @@ impl Engine {
         let n = snapshot.tokens.len();
         assert!(sequence.tokens().starts_with(&snapshot.tokens), "a sequence that begins with its tokens");
         assert!(n <= sequence.pages.len() * PAGE_TOKENS, "a sequence with pages for its tokens");
+        self.take_state(sequence)?;
+        // Until all of it is written, nothing counts.
+        sequence.resume_at(0);
+        if !snapshot.bytes.is_empty() {
+            self.write_state(sequence, &snapshot.bytes)?;
+        }
         sequence.resume_at(n);
         self.pool.shrink(&mut sequence.pages, n);
-        if snapshot.bytes.is_empty() { Ok(()) } else { self.write_state(sequence, &snapshot.bytes) }
+        Ok(())
     }
 
     /// Gives a sequence of a recurrent model a place for its state, unless it has one.
