@@ -258,14 +258,13 @@ impl Ask {
     fn reading(&self, server: &Server, prompt: &Prompt, choice: usize) -> Reading {
         let tokenizer = server.model().tokenizer();
         let plan = self.reading.as_ref();
-        let markers = plan.into_iter().flat_map(|plan| plan.dialect.tokens());
         Reading {
             prompt_tokens: prompt.tokens.len(),
             is_first: choice == 0,
             reader: plan.map(|ReadingPlan { dialect, prompt, tools, .. }| {
                 Reader::new(*dialect, prompt, tools.as_deref(), &fresh_id(""))
             }),
-            markers: markers.filter_map(|marker| tokenizer.token_to_id(marker)).collect(),
+            markers: plan.map(|plan| plan.dialect.tokens(tokenizer)).unwrap_or_default(),
             one_call: plan.is_some_and(|plan| plan.one_call),
             stop: StopStrings::new(self.drawing.stop.clone()).expect("checked when they were read"),
             eos: server.model().generation().eos_token_ids.clone(),

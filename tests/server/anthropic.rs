@@ -140,19 +140,16 @@ async fn blocks_reach_the_template_in_its_form() {
 }
 
 #[tokio::test]
-async fn an_inner_system_message_stays_where_it_is_unless_the_template_forbids_it() {
-    let client = client([says("a"), says("a")]);
+async fn an_inner_system_message_stays_where_it_is() {
+    let client = client([says("a")]);
     let messages = json!([
         { "role": "user", "content": "U." },
         { "role": "system", "content": "12 tokens left." },
     ]);
-    let mut body = ask(json!({ "messages": messages }));
-    client.post(PATH, body.clone()).await.ok();
-    body["chat_template_kwargs"] = json!({ "forbid_inner": true });
-    client.post(PATH, body).await.ok();
-    let prompts: Vec<String> = client.asked().into_iter().map(|asked| asked.prompt).collect();
-    assert!(prompts[0].contains("<|im_start|>system\n12 tokens left."), "{}", prompts[0]);
-    assert!(prompts[1].contains("<|im_start|>user\nU.\n\n12 tokens left.<|im_end|>"), "{}", prompts[1]);
+    client.post(PATH, ask(json!({ "messages": messages }))).await.ok();
+    let asked = client.asked().remove(0);
+    assert!(asked.prompt.starts_with("<|im_start|>user\nU.<|im_end|>\n<|im_start|>system\n12 tokens left."));
+    assert!(!asked.request.anchors.is_empty() && asked.request.anchors.is_sorted());
 }
 
 #[tokio::test]

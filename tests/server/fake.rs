@@ -34,7 +34,6 @@ const TEMPLATE: &str = "\
 {%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}\
 {{- '</tools> Call with <tool_call></tool_call>.<|im_end|>\\n' }}{%- endif %}\
 {%- for message in messages %}\
-{%- if message.role == 'system' and not loop.first and forbid_inner %}{{- raise_exception('system comes first') }}{%- endif %}\
 {{- '<|im_start|>' + message.role + '\\n' }}\
 {%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}\
 {{- message.content }}\
