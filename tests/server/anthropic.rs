@@ -81,6 +81,7 @@ async fn a_stream_opens_and_closes_each_block_in_order() {
     assert_eq!(end["delta"], json!({ "stop_reason": "tool_use", "stop_sequence": null }));
     assert_eq!(end["usage"]["cache_read_input_tokens"], CACHED);
     assert!(end["usage"]["output_tokens"].as_u64().is_some_and(|n| n > 10));
+    assert!(end["usage"]["output_tokens_details"]["thinking_tokens"].as_u64() > Some(0));
 }
 
 #[tokio::test]
@@ -219,6 +220,10 @@ async fn what_cannot_be_honoured_is_refused() {
         (json!({ "tool_choice": { "type": "tool", "name": "nothing" } }), "tool_choice names a function"),
         (json!({ "tool_choice": { "type": "any" } }), "tool_choice demands a call"),
         (json!({ "thinking": { "type": "perhaps" } }), "thinking.type is \"perhaps\""),
+        (
+            json!({ "thinking": { "type": "adaptive", "display": "omitted" } }),
+            "thinking.display is \"omitted\"",
+        ),
         (json!({ "mcp_servers": [{}] }), "mcp_servers is an array of 1"),
         (json!({ "stop_sequences": "x".repeat(2000) }), "stop string 0 has 2000 bytes"),
         (json!({ "colour": "red" }), "colour is not a field"),

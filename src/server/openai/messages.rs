@@ -98,7 +98,7 @@ fn part_text(path: String, part: Value) -> Result<String, ApiError> {
         return Err(wrong(&name, &shown(&Value::from(kind)), "\"text\": this server takes text alone"));
     }
     let text = fields.require("text")?;
-    fields.skip(&["cache_control", "annotations", "logprobs"]);
+    fields.skip(&["cache_control", "prompt_cache_breakpoint", "annotations", "logprobs"]);
     fields.finish()?;
     Ok(text)
 }

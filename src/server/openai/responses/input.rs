@@ -103,7 +103,7 @@ fn texts(path: &str, content: Value) -> Result<String, ApiError> {
                     return Err(wrong(&part.name("type"), &shown(&kind.into()), words));
                 }
                 let text: String = part.require("text")?;
-                part.skip(&["annotations", "logprobs"]);
+                part.skip(&["annotations", "logprobs", "prompt_cache_breakpoint"]);
                 part.finish()?;
                 Ok(text)
             });
