@@ -37,9 +37,29 @@ async fn health_tells_how_far_loading_is() {
 
 #[tokio::test]
 async fn the_model_and_its_context_are_listed() {
-    let models = client([]).get("/v1/models").await.ok();
+    let client = client([]);
+    let models = client.get("/v1/models").await.ok();
+    assert_eq!(client.get("/v1/models/tiny").await.ok(), models["data"][0]);
+    assert_eq!(client.get("/v1/models/other").await.error(404)["code"], "model_not_found");
     assert_eq!((&models["object"], &models["data"][0]["id"]), (&json!("list"), &json!("tiny")));
     assert_eq!(models["data"][0]["context_length"], CONTEXT);
+}
+
+#[tokio::test]
+async fn the_page_loads_nothing_from_elsewhere() {
+    let page = client([]).get("/").await;
+    assert_eq!(
+        (page.status.as_u16(), page.headers["content-type"].as_bytes()),
+        (200, &b"text/html; charset=utf-8"[..])
+    );
+    assert!(page.headers.contains_key("content-security-policy"));
+    for word in ["http://", "https://", "src=", "@import", "innerHTML"] {
+        assert!(!page.text.contains(word), "{word}");
+    }
+    // What it asks for is there.
+    for path in ["v1/stats", "v1/chat/completions"] {
+        assert!(page.text.contains(&format!("fetch(\"{path}\"")), "{path}");
+    }
 }
 
 #[tokio::test]
@@ -132,6 +152,7 @@ async fn a_key_opens_everything_but_health() {
         assert_eq!(status(&client, "/nothing", headers).await, 401, "{headers:?}");
     }
     assert_eq!(status(&client, "/health", &[]).await, 200);
+    assert_eq!(status(&client, "/", &[]).await, 200);
     assert_eq!(client.post(CHAT, hello()).await.error(401)["code"], "invalid_api_key");
     assert_eq!(client.post("/v1/messages", hello()).await.error(401)["type"], "authentication_error");
 }
