@@ -17,7 +17,6 @@ pub mod listen;
 mod metrics;
 mod model;
 mod openai;
-mod page;
 mod settings;
 mod sse;
 mod tokens;
@@ -178,7 +177,6 @@ pub fn app(server: Arc<Server>) -> Router {
         .route("/detokenize", post(tokens::detokenize))
         .route("/metrics", get(metrics::metrics))
         .route("/v1/cache/status", get(control::cache_status))
-        .route("/", get(page::page))
         .route("/health", get(control::health))
         .route("/v1/models", get(openai::models))
         .route("/v1/models/{name}", get(openai::model))

@@ -46,23 +46,6 @@ async fn the_model_and_its_context_are_listed() {
 }
 
 #[tokio::test]
-async fn the_page_loads_nothing_from_elsewhere() {
-    let page = client([]).get("/").await;
-    assert_eq!(
-        (page.status.as_u16(), page.headers["content-type"].as_bytes()),
-        (200, &b"text/html; charset=utf-8"[..])
-    );
-    assert!(page.headers.contains_key("content-security-policy"));
-    for word in ["http://", "https://", "src=", "@import", "innerHTML"] {
-        assert!(!page.text.contains(word), "{word}");
-    }
-    // What it asks for is there.
-    for path in ["v1/stats", "v1/chat/completions"] {
-        assert!(page.text.contains(&format!("fetch(\"{path}\"")), "{path}");
-    }
-}
-
-#[tokio::test]
 async fn figures_count_requests_and_never_quote_them() {
     let client = client([says("Hello."), says("Hello.")]);
     client.post(CHAT, hello()).await.ok();
@@ -152,7 +135,6 @@ async fn a_key_opens_everything_but_health() {
         assert_eq!(status(&client, "/nothing", headers).await, 401, "{headers:?}");
     }
     assert_eq!(status(&client, "/health", &[]).await, 200);
-    assert_eq!(status(&client, "/", &[]).await, 200);
     assert_eq!(client.post(CHAT, hello()).await.error(401)["code"], "invalid_api_key");
     assert_eq!(client.post("/v1/messages", hello()).await.error(401)["type"], "authentication_error");
 }
