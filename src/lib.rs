@@ -1,7 +1,8 @@
 //! freetoken runs Mixture-of-Experts language models far larger than the GPU's memory on one personal machine.
 //!
 //! [`formats`] reads checkpoints, [`models`] turn them into ops, [`engine`] records and replays steps on a device that
-//! [`devices`] opened, [`chat`] is what lies between text and tokens. `docs/architecture.md` is the map.
+//! [`devices`] opened, [`chat`] is what lies between text and tokens, [`scheduler`] and [`server`] what lies between these and
+//! many clients. `docs/architecture.md` is the map.
 
 pub mod chat;
 pub mod cli;

@@ -1,7 +1,7 @@
 //! `freetoken serve`, as a user starts it and a client talks to it, with the demo model.
 
 use std::{
-    fs,
+    env, fs,
     io::{BufRead, BufReader, Read, Write},
     net::TcpStream,
     path::Path,
@@ -181,9 +181,8 @@ fn the_engine_honours_biases_seeds_log_probabilities_and_grammars() {
     let text = server.post(CHAT, &paris)["choices"][0]["message"]["content"].clone();
     assert!(text.as_str().is_some_and(|text| !text.contains(" Paris")), "{text}");
     let sampled = |seed: u64| {
-        let body =
-            france(json!({ "temperature": 1.5, "top_k": 0, "top_p": 1, "seed": seed, "max_tokens": 30 }));
-        server.post(CHAT, &body)["choices"][0]["message"]["content"].clone()
+        let body = json!({ "model": "demo", "prompt": "Once upon", "temperature": 1.5, "seed": seed, "max_tokens": 30 });
+        server.post("/v1/completions", &body)["choices"][0]["text"].clone()
     };
     assert_eq!(sampled(1), sampled(1));
     assert_ne!(sampled(1), sampled(2));
@@ -288,6 +287,24 @@ fn a_port_that_is_taken() {
     let output = serve(&["--port", &port]).output().expect("the binary starts");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains(&format!("cannot listen on 127.0.0.1 port {port}")), "{said}");
+}
+
+/// The official Python clients, of which `FREETOKEN_CLIENTS` names the virtual environment.
+#[test]
+fn the_official_clients_are_content() {
+    let Some(folder) = env::var_os("FREETOKEN_CLIENTS") else {
+        eprintln!("SKIPPED: FREETOKEN_CLIENTS is not set; no official client talked to the server");
+        return;
+    };
+    let server = Serving::start(&[]);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients/clients.py");
+    let python = Path::new(&folder).join("bin/python");
+    let url = format!("http://{}", server.address);
+    let output =
+        Command::new(python).arg(script).arg(url).output().expect("FREETOKEN_CLIENTS has a bin/python");
+    let (said, failed) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{said}{failed}");
+    assert!(said.trim_end().ends_with("14 checks"), "{said}");
 }
 
 /// Every curl command of README.md and docs/serving.md works.

@@ -6,7 +6,7 @@ use std::{env, fs, net::IpAddr, path::PathBuf, process, sync::Arc};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use tokio::{net::TcpListener, runtime};
+use tokio::{net::TcpListener, runtime, sync::oneshot};
 
 use self::signals::Signals;
 use super::{model::ModelArgs, terminal::note};
@@ -84,37 +84,27 @@ pub(super) fn run(args: ServeArgs) -> Result<()> {
         .block_on(TcpListener::bind((args.host, args.port)))
         .with_context(|| format!("cannot listen on {} port {}", args.host, args.port))?;
     note(&format!("listening on http://{}", listener.local_addr()?));
-    // Until the model is loaded, a signal ends the process as it would any other.
-    let (end, ended) = tokio::sync::oneshot::channel();
-    let (stop, stopped) = tokio::sync::oneshot::channel();
-    let listening = runtime.spawn(listen(listener, server.clone(), resolved(ended), resolved(stopped)));
+    let (end, ended) = oneshot::channel();
+    let listening = runtime.spawn(listen(listener, server.clone(), ended));
     let engine = args.model.engine_with(&files, args.engine_options(), &mut |bytes| server.loaded(bytes))?;
     let options =
         SchedulerOptions { max_running: args.parallel.into(), max_waiting: args.max_waiting.into() };
     server.serve(Arc::new(Scheduler::start(engine, options)?));
-    note("ready");
     runtime.block_on(async {
+        // Until here, a signal ends the process as it would any other.
         let mut signals = Signals::listen()?;
+        note("ready");
         signals.next().await;
         note("shutting down: running requests may finish; a second signal stops them");
-        let _ = end.send(());
+        drop(end);
         tokio::select! {
             _ = listening => {}
-            () = signals.next() => {
-                let _ = stop.send(());
-            }
+            () = signals.next() => {}
         }
         anyhow::Ok(())
     })?;
     // The engine's thread may be in the middle of a request that nobody waits for.
     process::exit(0)
-}
-
-/// Resolves with a message, and never where its sender is gone.
-async fn resolved(message: tokio::sync::oneshot::Receiver<()>) {
-    if message.await.is_err() {
-        std::future::pending().await
-    }
 }
 
 impl ServeArgs {
@@ -128,8 +118,10 @@ impl ServeArgs {
     }
 
     fn settings(&self) -> Result<Settings> {
-        let named = self.model.model.as_deref().and_then(|path| path.file_name());
-        let name = named.map_or_else(|| "demo".to_owned(), |name| name.to_string_lossy().into_owned());
+        let name = match &self.model.model {
+            None => "demo".into(),
+            Some(path) => path.file_name().map_or("model".into(), |name| name.to_string_lossy().into_owned()),
+        };
         Ok(Settings {
             strict_model: self.strict_model,
             api_key: self.key()?,

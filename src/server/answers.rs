@@ -124,7 +124,7 @@ impl Answers {
     /// Answers of which nothing was heard yet.
     pub(super) fn new(server: Arc<Server>, choices: Vec<(Events, Reading)>, ticket: Arc<Ticket>) -> Self {
         let choices = choices.into_iter().map(|(events, reading)| Choice {
-            detokenizer: Detokenizer::new(false),
+            detokenizer: Detokenizer::new(true).showing(reading.markers.clone()),
             events,
             last_token: None,
             has_calls: false,
@@ -275,9 +275,6 @@ impl Choice {
         }
         self.last_token = Some(token.id);
         self.n_unread += 1;
-        if tokenizer.is_special(token.id) && !self.reading.markers.contains(&token.id) {
-            return Ok(());
-        }
         let text = self.detokenizer.push(tokenizer, token.id)?.to_owned();
         self.text(index, text, heard);
         Ok(())

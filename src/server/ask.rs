@@ -227,45 +227,38 @@ impl Ask {
         for prompt in &self.prompts {
             for choice in 0..self.drawing.n {
                 let reading = self.reading(server, prompt, choice);
-                choices.push((service.submit(self.request(server, prompt, choice, context)?)?, reading));
+                choices.push((service.submit(self.request(server, prompt, choice, context))?, reading));
             }
         }
         Ok(Answers::new(server.clone(), choices, ticket))
     }
 
-    fn request(
-        &self,
-        server: &Server,
-        prompt: &Prompt,
-        choice: usize,
-        context: usize,
-    ) -> Result<Request, ApiError> {
+    fn request(&self, server: &Server, prompt: &Prompt, choice: usize, context: usize) -> Request {
         let Drawing { params, logit_bias, logprobs, max_tokens, ignore_eos, .. } = &self.drawing;
         let seed = params.seed.wrapping_add(choice as u64);
         let eos = &server.model().generation().eos_token_ids;
-        Ok(Request {
+        Request {
             prompt: prompt.tokens.clone(),
             sampling: SamplingParams { seed, ..*params },
             logit_bias: logit_bias.clone(),
             max_tokens: (*max_tokens).min(context - prompt.tokens.len()),
             eos: if *ignore_eos { Vec::new() } else { eos.clone() },
             logprobs: *logprobs,
-            constraint: self.constraint.as_ref().map(|plan| plan.guide(server.model())).transpose()?,
+            constraint: self.constraint.as_ref().map(GuidePlan::guide),
             anchors: prompt.anchors.clone(),
-        })
+        }
     }
 
     fn reading(&self, server: &Server, prompt: &Prompt, choice: usize) -> Reading {
         let tokenizer = server.model().tokenizer();
         let plan = self.reading.as_ref();
-        let markers = plan.into_iter().flat_map(|plan| plan.dialect.tokens(tokenizer));
         Reading {
             prompt_tokens: prompt.tokens.len(),
             is_first: choice == 0,
             reader: plan.map(|ReadingPlan { dialect, prompt, tools, .. }| {
                 Reader::new(*dialect, prompt, tools.as_deref(), &fresh_id(""))
             }),
-            markers: markers.collect(),
+            markers: plan.map(|plan| plan.dialect.tokens(tokenizer)).unwrap_or_default(),
             one_call: plan.is_some_and(|plan| plan.one_call),
             stop: StopStrings::new(self.drawing.stop.clone()).expect("checked when they were read"),
             eos: server.model().generation().eos_token_ids.clone(),

@@ -1,6 +1,6 @@
 //! [`Conversation`]: what a chat request says, in the words of no protocol, and the way from there to a prompt.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::{
     ask::{Ask, Drawing, Prompt, ReadingPlan},
@@ -83,7 +83,7 @@ impl Conversation {
     ///
     /// # Errors
     /// What template, grammar or tokenizer refuse.
-    pub(super) fn prepare(mut self, model: &ServedModel, drawing: Drawing) -> Result<Ask, ApiError> {
+    pub(super) fn prepare(self, model: &ServedModel, drawing: Drawing) -> Result<Ask, ApiError> {
         self.check_tools()?;
         let (prompt, text) = self.prompt(model)?;
         let dialect = model.dialect()?;
@@ -102,21 +102,10 @@ impl Conversation {
     ///
     /// # Errors
     /// As [`Conversation::prepare`].
-    pub(super) fn prompt(&mut self, model: &ServedModel) -> Result<(Prompt, String), ApiError> {
-        merge_leading_system(&mut self.messages);
+    pub(super) fn prompt(&self, model: &ServedModel) -> Result<(Prompt, String), ApiError> {
         let mut kwargs = self.thinking.kwargs();
-        kwargs.extend(std::mem::take(&mut self.kwargs));
-        let rendered = model.render(&self.messages, self.offered(), &kwargs);
-        let text = match rendered {
-            // Some templates take a system message at the beginning alone.
-            Err(error) if self.has_inner_system() => {
-                let folded = folded(&self.messages);
-                model.render(&folded, self.offered(), &kwargs).map_err(|_| error)?
-            }
-            rendered => rendered?,
-        };
-        let tokens = model.encode(&text, false, "messages")?;
-        Ok((Prompt { tokens, anchors: Vec::new() }, text))
+        kwargs.extend(self.kwargs.clone());
+        model.prompt(&self.messages, self.offered(), &kwargs)
     }
 
     /// The tools that the model sees.
@@ -144,42 +133,6 @@ impl Conversation {
             _ => Ok(()),
         }
     }
-
-    /// Whether a system message stands behind others.
-    fn has_inner_system(&self) -> bool {
-        let rest = self.messages.iter().skip_while(|message| message["role"] == "system");
-        rest.into_iter().any(|message| message["role"] == "system")
-    }
-}
-
-/// Makes one of the system messages at the beginning: templates see no more than one there.
-fn merge_leading_system(messages: &mut Vec<Value>) {
-    let n_leading = messages.iter().take_while(|message| message["role"] == "system").count();
-    if n_leading > 1 {
-        let texts: Vec<&str> =
-            messages[..n_leading].iter().filter_map(|message| message["content"].as_str()).collect();
-        messages[0]["content"] = texts.join("\n\n").into();
-        messages.drain(1..n_leading);
-    }
-}
-
-/// The messages with each inner system message put into the message of the user or tool before it, so that what stands before
-/// stays as it was; a user's message of its own where there is none.
-fn folded(messages: &[Value]) -> Vec<Value> {
-    let mut folded: Vec<Value> = Vec::with_capacity(messages.len());
-    for message in messages {
-        let is_inner = message["role"] == "system" && folded.iter().any(|before| before["role"] != "system");
-        let text = message["content"].as_str().unwrap_or_default();
-        match folded.last_mut() {
-            Some(last) if is_inner && (last["role"] == "user" || last["role"] == "tool") => {
-                let before = last["content"].as_str().unwrap_or_default();
-                last["content"] = format!("{before}\n\n{text}").into();
-            }
-            _ if is_inner => folded.push(json!({ "role": "user", "content": text })),
-            _ => folded.push(message.clone()),
-        }
-    }
-    folded
 }
 
 /// Checks a word for effort, and that the model's template makes a difference of it.
@@ -205,25 +158,7 @@ pub(super) fn effort(param: &str, word: &str, model: &ServedModel) -> Result<Thi
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn inner_system_messages_go_into_the_message_before_them() {
-        let message = |role: &str, content: &str| json!({ "role": role, "content": content });
-        let messages = [
-            message("system", "a"),
-            message("user", "b"),
-            message("system", "c"),
-            message("assistant", "d"),
-            message("system", "e"),
-        ];
-        let expected = [
-            message("system", "a"),
-            message("user", "b\n\nc"),
-            message("assistant", "d"),
-            message("user", "e"),
-        ];
-        assert_eq!(folded(&messages), expected);
-    }
+    use serde_json::json;
 
     #[test]
     fn efforts_become_variables_of_templates() {

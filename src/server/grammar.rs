@@ -8,10 +8,11 @@ use std::sync::Arc;
 use llguidance::{
     Matcher, ParserFactory,
     api::TopLevelGrammar,
-    toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie},
+    toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie},
 };
 use serde_json::{Value, json};
 
+use self::calls::Writer;
 use super::{
     conversation::{Conversation, ToolChoice},
     error::{ApiError, Kind},
@@ -50,8 +51,8 @@ impl Grammars {
         let end = eos.first().ok_or_else(|| failed("it has no token that ends an answer".into()))?;
         let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, *end), &words).with_eos_tokens(eos);
         let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
-        let mut factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &[])
-            .map_err(|error| failed(error.to_string()))?;
+        let mut factory =
+            ParserFactory::new_simple(&environment).map_err(|error| failed(error.to_string()))?;
         factory.quiet();
         factory.limits_mut().verbose_errors = false;
         Ok(Grammars { factory })
@@ -77,22 +78,8 @@ fn words(tokenizer: &Tokenizer) -> Result<Vec<Vec<u8>>, TokenizerError> {
     (0..tokenizer.vocab_size() as u32).map(word).collect()
 }
 
-/// What is needed to make a [`Guide`] for each choice of a request.
-pub(super) struct GuidePlan {
-    /// What the content is, from its beginning.
-    content: Option<Grammar>,
-    /// What follows wherever the model writes this opener.
-    calls: Option<(&'static str, Grammar)>,
-    place: Place,
-    thinking: Tags,
-    budget: Option<usize>,
-}
-
-/// A grammar in llguidance's dialect of Lark, and the field that it came from.
-struct Grammar {
-    text: String,
-    param: &'static str,
-}
+/// A [`Guide`] of which each choice of a request gets a copy.
+pub(super) struct GuidePlan(Guide);
 
 /// The tags around thinking.
 #[derive(Clone)]
@@ -153,52 +140,42 @@ impl GuidePlan {
             Place::Start
         };
         let lead = if place == Place::Content { "" } else { "/\\n{0,2}/ " };
-        let writer = calls::Writer::of(dialect, model);
+        let grammars = model.grammars()?;
         let content = match (&asked.format, &forced) {
             (Format::Json(schema), _) => {
-                let text = format!("start: {lead}body\nbody: {}\n", json_rule(schema));
-                Some(Grammar { text, param: "response_format" })
+                let grammar = format!("start: {lead}body\nbody: {}\n", json_rule(schema));
+                Some(grammars.matcher(&grammar, "response_format")?)
             }
             (Format::Text, Some(tools)) => {
-                let text = writer?.whole(lead, tools, asked.parallel);
-                Some(Grammar { text, param: "tools" })
+                let grammar = Writer::of(dialect, model)?.whole(lead, tools, asked.parallel);
+                Some(grammars.matcher(&grammar, "tools")?)
             }
             (Format::Text, None) => None,
         };
         let calls = match content {
             None if tools.iter().any(|tool| is_strict(&tool)) => {
-                let writer = calls::Writer::of(dialect, model)?;
                 let tools: Vec<&Value> = tools.iter().collect();
-                let (opener, text) = writer.behind_opener(&tools)?;
-                Some((opener, Grammar { text, param: "tools" }))
+                let (opener, grammar) = Writer::of(dialect, model)?.behind_opener(&tools)?;
+                Some((opener, grammars.matcher(&grammar, "tools")?))
             }
             _ => None,
         };
         let opener = model.tokenizer().token_to_id(begin);
-        let thinking = Tags { opener, end, closer: model.encode(end, false, "thinking")? };
-        Ok(Some(GuidePlan { content, calls, place, thinking, budget: asked.thinking.budget }))
+        Ok(Some(GuidePlan(Guide {
+            tokens: grammars.factory.tok_env().clone(),
+            matcher: content,
+            calls,
+            place,
+            thinking: Tags { opener, end, closer: model.encode(end, false, "thinking")? },
+            left: asked.thinking.budget.unwrap_or(usize::MAX),
+            n_closed: 0,
+            tail: Vec::new(),
+        })))
     }
 
     /// A guide for one choice.
-    ///
-    /// # Errors
-    /// A schema that makes no grammar.
-    pub(super) fn guide(&self, model: &ServedModel) -> Result<Box<dyn Constraint>, ApiError> {
-        let grammars = model.grammars()?;
-        let content = self.content.as_ref().map(|grammar| grammars.matcher(&grammar.text, grammar.param));
-        let calls = self.calls.as_ref().map(|(opener, grammar)| {
-            grammars.matcher(&grammar.text, grammar.param).map(|matcher| (*opener, matcher))
-        });
-        Ok(Box::new(Guide {
-            tokens: grammars.factory.tok_env().clone(),
-            matcher: content.transpose()?,
-            calls: calls.transpose()?,
-            place: self.place,
-            thinking: self.thinking.clone(),
-            left: self.budget.unwrap_or(usize::MAX),
-            n_closed: 0,
-            tail: Vec::new(),
-        }))
+    pub(super) fn guide(&self) -> Box<dyn Constraint> {
+        Box::new(self.0.clone())
     }
 }
 
@@ -211,6 +188,7 @@ fn json_rule(schema: &Value) -> String {
 }
 
 /// Holds one answer to its form.
+#[derive(Clone)]
 struct Guide {
     tokens: TokEnv,
     /// What the content, or a call, must be from here on.
@@ -231,7 +209,8 @@ impl Guide {
     /// Notes the bytes of a token. Whether `tag` is complete.
     fn sees(&mut self, token: u32, tag: &str) -> bool {
         const KEPT: usize = 64;
-        self.tail.extend(self.tokens.tok_trie().decode(&[token]));
+        let bytes = self.tokens.tok_trie().token(token).iter();
+        self.tail.extend(bytes.filter(|byte| **byte != TokTrie::SPECIAL_TOKEN_MARKER));
         let seen = self.tail.windows(tag.len()).any(|window| window == tag.as_bytes());
         let n_old = self.tail.len().saturating_sub(KEPT.max(tag.len()));
         self.tail.drain(..n_old);

@@ -1,5 +1,4 @@
-//! A socket for an app: connections, bounds on slow clients, and the end in two steps. Requests that run when the end is asked
-//! for may finish; being asked twice ends them.
+//! A socket for an app: connections, bounds on slow clients, and an end that lets running requests finish.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -10,7 +9,10 @@ use hyper_util::{
     server::graceful::GracefulShutdown,
     service::TowerToHyperService,
 };
-use tokio::net::{TcpListener, TcpStream};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore, oneshot},
+};
 
 use super::{Server, access::Peer, app};
 
@@ -18,38 +20,42 @@ use super::{Server, access::Peer, app};
 const HEAD_TIME: Duration = Duration::from_secs(30);
 /// Bytes that the head of a request may have.
 const MOST_HEAD_BYTES: usize = 64 << 10;
+/// Connections at a time; more wait to be accepted.
+const MOST_CONNECTIONS: usize = 1024;
 /// How long to wait where the system gives no connection, for want of file descriptors for example.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Answers connections until `end` resolves, then lets running requests finish, or stops at once when `at_once` resolves.
-pub async fn listen(
-    listener: TcpListener,
-    server: Arc<Server>,
-    end: impl Future<Output = ()>,
-    at_once: impl Future<Output = ()>,
-) {
+/// Answers connections until `end` is sent or dropped, then lets running requests finish.
+pub async fn listen(listener: TcpListener, server: Arc<Server>, mut end: oneshot::Receiver<()>) {
     let routes = app(server.clone());
     let connections = GracefulShutdown::new();
-    tokio::pin!(end);
+    let room = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = &mut end => break,
+        let accept = async {
+            let place = room.clone().acquire_owned().await.expect("it is never closed");
+            (listener.accept().await, place)
+        };
+        let (accepted, place) = tokio::select! {
+            accepted = accept => accepted,
+            _ = &mut end => break,
         };
         match accepted {
-            Ok((stream, peer)) => connect(stream, peer, &routes, &connections),
+            Ok((stream, peer)) => connect(stream, peer, place, &routes, &connections),
             Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
         }
     }
     drop(listener);
     server.drain();
-    tokio::select! {
-        () = connections.shutdown() => {}
-        () = at_once => {}
-    }
+    connections.shutdown().await;
 }
 
-fn connect(stream: TcpStream, peer: SocketAddr, routes: &axum::Router, connections: &GracefulShutdown) {
+fn connect(
+    stream: TcpStream,
+    peer: SocketAddr,
+    place: OwnedSemaphorePermit,
+    routes: &axum::Router,
+    connections: &GracefulShutdown,
+) {
     // Small events must not wait for more; a system that cannot promise it sends them a little later.
     let _: io::Result<()> = stream.set_nodelay(true);
     let routes = routes.clone().layer(Extension(Peer(peer.ip())));
@@ -60,5 +66,8 @@ fn connect(stream: TcpStream, peer: SocketAddr, routes: &axum::Router, connectio
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
     let connection = connections.watch(connection);
     // A connection that breaks is its client's affair.
-    tokio::spawn(async move { _ = connection.await });
+    tokio::spawn(async move {
+        let _ = connection.await;
+        drop(place);
+    });
 }

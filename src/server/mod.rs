@@ -140,12 +140,14 @@ impl Server {
         if !self.settings.strict_model || name == self.settings.model_name {
             return Ok(());
         }
-        let message =
-            format!("there is no model of that name here: this server has `{}`", self.settings.model_name);
-        Err(ApiError {
-            param: Some("model".into()),
-            ..ApiError::new(Kind::NotFound, message).with_code("model_not_found")
-        })
+        Err(self.no_such_model())
+    }
+
+    fn no_such_model(&self) -> ApiError {
+        let known = &self.settings.model_name;
+        let message = format!("there is no model of that name here: this server has `{known}`");
+        ApiError { param: Some("model".into()), ..ApiError::new(Kind::NotFound, message) }
+            .with_code("model_not_found")
     }
 }
 
@@ -181,6 +183,7 @@ pub fn app(server: Arc<Server>) -> Router {
         .route("/page/{name}", get(page::file))
         .route("/health", get(control::health))
         .route("/v1/models", get(openai::models))
+        .route("/v1/models/{name}", get(openai::model))
         .route("/v1/stats", get(control::stats))
         .route("/v1/requests", get(control::requests))
         .fallback(no_such_path)

@@ -5,18 +5,23 @@ use std::sync::{Arc, OnceLock};
 use serde_json::{Map, Value};
 
 use super::{
+    ask::Prompt,
     error::{ApiError, Kind},
     grammar::Grammars,
     journal::unix_seconds,
 };
 use crate::{
     chat::{
+        boundaries::{in_tokens, message_ends},
         dialect::Dialect,
-        template::{ChatTemplate, Prompt, TemplateError},
+        template::{ChatTemplate, Prompt as Rendering, TemplateError},
     },
     formats::{generation_config::GenerationConfig, tokenizer::Tokenizer},
     model_files::{ModelFiles, ModelFilesError},
 };
+
+/// Messages at the end of a conversation behind which another may go on otherwise.
+const ANCHORED_MESSAGES: usize = 3;
 
 /// A model's tokenizer, template and generation defaults.
 pub struct ServedModel {
@@ -70,27 +75,38 @@ impl ServedModel {
         self.template().map(ChatTemplate::dialect)
     }
 
-    /// The text in front of the assistant's next words. `messages` and `tools` have the form of OpenAI's API, `kwargs` are
-    /// further variables of the template.
+    /// The prompt in front of the assistant's next words, in tokens and as text. `messages` and `tools` have the form of
+    /// OpenAI's API, `kwargs` are further variables of the template. This may take long.
     ///
     /// # Errors
     /// Messages that the template refuses.
-    pub(super) fn render(
+    pub(super) fn prompt(
         &self,
         messages: &[Value],
         tools: Option<&[Value]>,
         kwargs: &Map<String, Value>,
-    ) -> Result<String, ApiError> {
+    ) -> Result<(Prompt, String), ApiError> {
+        let template = self.template()?;
+        let messages = &template.adapted(messages);
         let now = jiff::Zoned::now().datetime();
-        let prompt = Prompt { messages, tools, add_generation_prompt: true, kwargs, now };
-        let rendered = self.template()?.render(&prompt);
-        rendered.map_err(|error: TemplateError| ApiError::field("messages", error.to_string()))
+        let rendering = Rendering { messages, tools, add_generation_prompt: true, kwargs, now };
+        let text = template.render(&rendering).map_err(|error| refused(&error))?;
+        let tokens = self.encode(&text, false, "messages")?;
+        let ends = message_ends(template, &rendering, &text, ANCHORED_MESSAGES);
+        let anchors = in_tokens(self.tokenizer(), &text, &tokens, &ends)
+            .map_err(|error| ApiError::field("messages", error.to_string()))?;
+        Ok((Prompt { tokens, anchors }, text))
     }
 
     /// Whether the template makes another prompt of the one set of variables than of the other.
     pub(super) fn tells_apart(&self, a: &Map<String, Value>, b: &Map<String, Value>) -> bool {
-        let messages = [serde_json::json!({ "role": "user", "content": "hi" })];
-        self.render(&messages, None, a) != self.render(&messages, None, b)
+        let messages = &[serde_json::json!({ "role": "user", "content": "hi" })];
+        let now = jiff::civil::DateTime::default();
+        let [a, b] = [a, b].map(|kwargs| {
+            let rendering = Rendering { messages, tools: None, add_generation_prompt: true, kwargs, now };
+            self.template()?.render(&rendering).map_err(|error| refused(&error))
+        });
+        a != b
     }
 
     /// Grammars over the model's tokens.
@@ -114,4 +130,8 @@ impl ServedModel {
             .encode(text, add_special_tokens)
             .map_err(|error| ApiError::field(param, error.to_string()))
     }
+}
+
+fn refused(error: &TemplateError) -> ApiError {
+    ApiError::field("messages", error.to_string())
 }

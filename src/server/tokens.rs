@@ -38,7 +38,7 @@ pub(super) async fn tokenize(
         let tokens = match (text, conversation) {
             (Some(text), _) => model.encode(&text, add_special_tokens, "prompt")?,
             (None, conversation) => {
-                let mut conversation = conversation.expect("there is a text or a conversation");
+                let conversation = conversation.expect("there is a text or a conversation");
                 conversation.prompt(model)?.0.tokens
             }
         };

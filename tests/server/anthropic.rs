@@ -81,6 +81,7 @@ async fn a_stream_opens_and_closes_each_block_in_order() {
     assert_eq!(end["delta"], json!({ "stop_reason": "tool_use", "stop_sequence": null }));
     assert_eq!(end["usage"]["cache_read_input_tokens"], CACHED);
     assert!(end["usage"]["output_tokens"].as_u64().is_some_and(|n| n > 10));
+    assert!(end["usage"]["output_tokens_details"]["thinking_tokens"].as_u64() > Some(0));
 }
 
 #[tokio::test]
@@ -140,19 +141,16 @@ async fn blocks_reach_the_template_in_its_form() {
 }
 
 #[tokio::test]
-async fn an_inner_system_message_stays_where_it_is_unless_the_template_forbids_it() {
-    let client = client([says("a"), says("a")]);
+async fn an_inner_system_message_stays_where_it_is() {
+    let client = client([says("a")]);
     let messages = json!([
         { "role": "user", "content": "U." },
         { "role": "system", "content": "12 tokens left." },
     ]);
-    let mut body = ask(json!({ "messages": messages }));
-    client.post(PATH, body.clone()).await.ok();
-    body["chat_template_kwargs"] = json!({ "forbid_inner": true });
-    client.post(PATH, body).await.ok();
-    let prompts: Vec<String> = client.asked().into_iter().map(|asked| asked.prompt).collect();
-    assert!(prompts[0].contains("<|im_start|>system\n12 tokens left."), "{}", prompts[0]);
-    assert!(prompts[1].contains("<|im_start|>user\nU.\n\n12 tokens left.<|im_end|>"), "{}", prompts[1]);
+    client.post(PATH, ask(json!({ "messages": messages }))).await.ok();
+    let asked = client.asked().remove(0);
+    assert!(asked.prompt.starts_with("<|im_start|>user\nU.<|im_end|>\n<|im_start|>system\n12 tokens left."));
+    assert!(!asked.request.anchors.is_empty() && asked.request.anchors.is_sorted());
 }
 
 #[tokio::test]
@@ -222,6 +220,10 @@ async fn what_cannot_be_honoured_is_refused() {
         (json!({ "tool_choice": { "type": "tool", "name": "nothing" } }), "tool_choice names a function"),
         (json!({ "tool_choice": { "type": "any" } }), "tool_choice demands a call"),
         (json!({ "thinking": { "type": "perhaps" } }), "thinking.type is \"perhaps\""),
+        (
+            json!({ "thinking": { "type": "adaptive", "display": "omitted" } }),
+            "thinking.display is \"omitted\"",
+        ),
         (json!({ "mcp_servers": [{}] }), "mcp_servers is an array of 1"),
         (json!({ "stop_sequences": "x".repeat(2000) }), "stop string 0 has 2000 bytes"),
         (json!({ "colour": "red" }), "colour is not a field"),

@@ -37,7 +37,10 @@ async fn health_tells_how_far_loading_is() {
 
 #[tokio::test]
 async fn the_model_and_its_context_are_listed() {
-    let models = client([]).get("/v1/models").await.ok();
+    let client = client([]);
+    let models = client.get("/v1/models").await.ok();
+    assert_eq!(client.get("/v1/models/tiny").await.ok(), models["data"][0]);
+    assert_eq!(client.get("/v1/models/other").await.error(404)["code"], "model_not_found");
     assert_eq!((&models["object"], &models["data"][0]["id"]), (&json!("list"), &json!("tiny")));
     assert_eq!(models["data"][0]["context_length"], CONTEXT);
 }

@@ -35,7 +35,6 @@ const TEMPLATE: &str = "\
 {%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}\
 {{- '</tools> Call with <tool_call></tool_call>.<|im_end|>\\n' }}{%- endif %}\
 {%- for message in messages %}\
-{%- if message.role == 'system' and not loop.first and forbid_inner %}{{- raise_exception('system comes first') }}{%- endif %}\
 {{- '<|im_start|>' + message.role + '\\n' }}\
 {%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}\
 {{- message.content }}\
@@ -101,22 +100,25 @@ pub(super) struct SseEvent {
     pub(super) data: Value,
 }
 
-fn files() -> Arc<ModelFiles> {
+fn files(taught: &str) -> Arc<ModelFiles> {
     let dir = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"] {
         fs::copy(Path::new(GOLDEN).join(file), dir.path().join(file)).expect("the golden file is copied");
     }
-    let config = json!({ "chat_template": TEMPLATE, "eos_token": "<|im_end|>" });
+    let template = format!("{{# {taught} #}}{TEMPLATE}");
+    let config = json!({ "chat_template": template, "eos_token": "<|im_end|>" });
     fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).expect("written");
     Arc::new(ModelFiles::open(Some(dir.path())).expect("a model"))
 }
 
 /// A server that serves, with these settings, where requests are answered by these scripts in turn.
 pub(super) fn client_with(settings: Settings, scripts: impl IntoIterator<Item = Script>) -> Client {
-    let client = loading_client(settings);
-    client.fake.state.lock().expect("no test panicked").scripts.extend(scripts);
-    client.server.serve(client.fake.clone());
-    client
+    loading_client(settings).serving(scripts)
+}
+
+/// A server whose model's template teaches a dialect by this word.
+pub(super) fn client_of(taught: &str, scripts: impl IntoIterator<Item = Script>) -> Client {
+    Client::new(Settings::local("tiny"), files(taught)).serving(scripts)
 }
 
 /// The same with the settings of a server for this machine alone.
@@ -126,14 +128,23 @@ pub(super) fn client(scripts: impl IntoIterator<Item = Script>) -> Client {
 
 /// A server whose model is still loading.
 pub(super) fn loading_client(settings: Settings) -> Client {
-    let files = files();
-    let model = ServedModel::new(files.clone()).expect("a model with a tokenizer");
-    let server = Arc::new(Server::new(settings, model));
-    let fake = Arc::new(Fake { state: Mutex::default(), tokenizer: files });
-    Client { fake, app: app(server.clone()), server }
+    Client::new(settings, files("<tool_call>"))
 }
 
 impl Client {
+    fn new(settings: Settings, files: Arc<ModelFiles>) -> Self {
+        let model = ServedModel::new(files.clone()).expect("a model with a tokenizer");
+        let server = Arc::new(Server::new(settings, model));
+        let fake = Arc::new(Fake { state: Mutex::default(), tokenizer: files });
+        Client { fake, app: app(server.clone()), server }
+    }
+
+    fn serving(self, scripts: impl IntoIterator<Item = Script>) -> Self {
+        self.fake.state.lock().expect("no test panicked").scripts.extend(scripts);
+        self.server.serve(self.fake.clone());
+        self
+    }
+
     pub(super) async fn send(&self, request: HttpRequest<Body>) -> Response<Body> {
         self.app.clone().oneshot(request).await.expect("routes do not fail")
     }

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::{
     chat::tools,
-    fake::{Script, client},
+    fake::{Script, client, client_of},
 };
 
 const PATH: &str = "/v1/chat/completions";
@@ -131,4 +131,34 @@ async fn a_form_and_tools_are_one_promise_too_many() {
     both["tools"] = tools();
     let error = client([]).post(PATH, ask(both)).await.error(400);
     assert_eq!(error["param"], "response_format");
+}
+
+#[tokio::test]
+async fn calls_are_forced_in_the_dialect_of_the_model() {
+    let wait = json!({ "type": "function", "function": { "name": "wait" } });
+    let add = tools()[0].clone();
+    for (taught, call) in [
+        ("<tool_call>", "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"x\": 5}}\n</tool_call>"),
+        (
+            "<function=",
+            "<tool_call>\n<function=add>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("<arg_key>", "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"),
+        ("<|python_tag|>", "{\"name\": \"add\", \"parameters\": {\"x\": 5}}"),
+    ] {
+        let client = client_of(taught, [Script::Guided(call), Script::Guided("No.")]);
+        for (tool, arguments) in [(&add, json!({ "x": 5 })), (&wait, json!({}))] {
+            let name = &tool["function"]["name"];
+            let choice = json!({ "type": "function", "function": { "name": name } });
+            let body = ask(json!({ "tools": [tool], "tool_choice": choice }));
+            let message = client.post(PATH, body).await.ok()["choices"][0]["message"].clone();
+            let function = &message["tool_calls"][0]["function"];
+            assert_eq!(&function["name"], name, "{taught}: {message}");
+            let said = function["arguments"].as_str().unwrap_or_else(|| panic!("{taught}: {message}"));
+            assert_eq!(serde_json::from_str::<Value>(said).ok(), Some(arguments), "{taught}: {message}");
+        }
+    }
+    let error = client_of("<|channel|><|message|>", []);
+    let body = ask(json!({ "tools": [add], "tool_choice": "required" }));
+    error.post(PATH, body).await.error(400);
 }

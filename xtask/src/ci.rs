@@ -16,8 +16,9 @@ use crate::{cargo, deny, kernels, tidy};
 use report::Report;
 
 /// Folders that some tests read: the variable that names the folder, and what is not checked without it.
-const FOLDERS: [(&str, &str); 2] = [
+const FOLDERS: [(&str, &str); 3] = [
     ("FREETOKEN_TEMPLATES", "chat templates against transformers"),
+    ("FREETOKEN_CLIENTS", "the server with the official clients of its protocols"),
     ("FREETOKEN_GOLDEN", "the golden checkpoints that are too large to commit"),
 ];
 

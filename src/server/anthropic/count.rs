@@ -18,7 +18,7 @@ pub(in crate::server) async fn answer(
 ) -> Result<Json<Value>, ApiError> {
     let model: String = fields.require("model")?;
     server.check_model(&model)?;
-    let mut conversation = conversation(&mut fields, server.model())?;
+    let conversation = conversation(&mut fields, server.model())?;
     rest(&mut fields)?;
     fields.finish()?;
     let (prompt, _) = blocking(move || conversation.prompt(server.model())).await?;

@@ -61,12 +61,13 @@ pub(in crate::server) async fn answer(
 }
 
 /// Tokens in Anthropic's words, where the input is what was not found in the cache.
-fn usage(Taken { usage, .. }: Taken) -> Value {
+fn usage(Taken { usage, reasoning_tokens }: Taken) -> Value {
     json!({
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": { "thinking_tokens": reasoning_tokens },
     })
 }
 

@@ -51,7 +51,12 @@ pub(super) fn rest(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse("container", &[], "this server runs no code: leave it out")?;
     fields.refuse("mcp_servers", &[json!([])], "this server calls no others: offer their tools yourself")?;
     fields.refuse("speed", &[json!("standard")], "there is one speed: leave it out")?;
-    fields.skip(&["metadata", "service_tier", "inference_geo", "betas"]);
+    fields.refuse(
+        "diagnostics",
+        &[json!({})],
+        "prompts are not compared with earlier ones: see /v1/requests",
+    )?;
+    fields.skip(&["metadata", "service_tier", "inference_geo", "betas", "user_profile_id", "workspace_id"]);
     Ok(())
 }
 
@@ -59,7 +64,7 @@ fn thinking(fields: &mut Fields) -> Result<Thinking, ApiError> {
     let Some(mut thinking) = fields.object("thinking")? else { return Ok(Thinking::default()) };
     let on = thinking.word("type", &[("enabled", true), ("adaptive", true), ("disabled", false)])?;
     let budget = thinking.take::<u64>("budget_tokens")?.map(|tokens| tokens as usize);
-    thinking.skip(&["display"]);
+    thinking.refuse("display", &[json!("summarized")], "thinking is sent as it is: leave it out yourself")?;
     thinking.finish()?;
     Ok(Thinking { on, effort: None, budget })
 }
@@ -118,6 +123,12 @@ fn tools(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
             function["strict"] = true.into();
         }
         cache_control(&mut tool)?;
+        tool.refuse("allowed_callers", &[json!(["direct"])], "this server runs no code that could call it")?;
+        tool.refuse(
+            "defer_loading",
+            &[json!(false)],
+            "this server has no search for tools: offer it or do not",
+        )?;
         tool.skip(&["input_examples", "eager_input_streaming"]);
         tool.finish()?;
         Ok(json!({ "type": "function", "function": function }))

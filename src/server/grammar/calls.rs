@@ -106,7 +106,9 @@ impl<'m> Writer<'m> {
     /// The rules of one function.
     fn function(&self, i: usize, name: &str, parameters: &Value) -> String {
         let nothing = json!({ "type": "object", "properties": {}, "additionalProperties": false });
-        let schema = if parameters.is_object() { parameters } else { &nothing };
+        let declares_none =
+            parameters["properties"] == json!({}) && parameters["additionalProperties"].is_null();
+        let schema = if parameters.is_object() && !declares_none { parameters } else { &nothing };
         let object = |arguments: &str| {
             let head = quoted(&format!("{{\"name\": {}, \"{arguments}\": ", Value::from(name)));
             format!("f{i}: {head} a{i} \"}}\"\na{i}: {}\n", json_rule(schema))

@@ -55,11 +55,12 @@ pub(in crate::server) async fn answer(
     fields.refuse("audio", &[], "this server answers in text")?;
     fields.refuse("prediction", &[], "predictions are not used: leave it out")?;
     fields.refuse("verbosity", &[json!("medium")], "models here do not know it: ask for it in a message")?;
+    fields.refuse("moderation", &[], "nothing is moderated here: leave it out")?;
     fields.refuse("web_search_options", &[], "this server does not search: offer a tool that does")?;
     fields.refuse("functions", &[], "functions are gone from the API: use tools")?;
     fields.refuse("function_call", &[], "function_call is gone from the API: use tool_choice")?;
     fields.skip(&["user", "metadata", "safety_identifier", "service_tier"]);
-    fields.skip(&["prompt_cache_key", "prompt_cache_retention", "cache_control"]);
+    fields.skip(&["prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"]);
     fields.finish()?;
     let asked = server.clone();
     let ask = blocking(move || conversation.prepare(asked.model(), drawing)).await?;

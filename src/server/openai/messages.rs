@@ -98,12 +98,12 @@ fn part_text(path: String, part: Value) -> Result<String, ApiError> {
         return Err(wrong(&name, &shown(&Value::from(kind)), "\"text\": this server takes text alone"));
     }
     let text = fields.require("text")?;
-    fields.skip(&["cache_control", "annotations", "logprobs"]);
+    fields.skip(&["cache_control", "prompt_cache_breakpoint", "annotations", "logprobs"]);
     fields.finish()?;
     Ok(text)
 }
 
-/// The calls of an assistant, with their arguments as templates want them: an object.
+/// The calls of an assistant.
 fn calls(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
     let path = fields.name("tool_calls");
     let calls: Vec<Value> = fields.take("tool_calls")?.unwrap_or_default();
@@ -116,21 +116,11 @@ fn calls(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
         let mut function =
             call.object("function")?.ok_or_else(|| wrong(&name, "missing", "an object with a name"))?;
         let name: String = function.require("name")?;
-        let arguments: Option<Value> = function.take("arguments")?;
+        let arguments: Option<String> = function.take("arguments")?;
         function.finish()?;
         call.finish()?;
-        let function =
-            json!({ "name": name, "arguments": arguments.map_or_else(|| json!({}), arguments_object) });
+        let function = json!({ "name": name, "arguments": arguments.unwrap_or_default() });
         Ok(json!({ "id": id, "type": "function", "function": function }))
     });
     calls.collect()
-}
-
-/// Arguments come as the text of an object. What a model wrote that is none stays a text.
-pub(super) fn arguments_object(arguments: Value) -> Value {
-    let parsed = arguments.as_str().and_then(|text| match text.trim() {
-        "" => Some(json!({})),
-        text => serde_json::from_str::<Value>(text).ok().filter(Value::is_object),
-    });
-    parsed.unwrap_or(arguments)
 }

@@ -11,7 +11,10 @@ mod usage;
 use std::sync::Arc;
 
 pub(super) use self::{messages::messages, tools::tools};
-use axum::{Json, extract::State};
+use axum::{
+    Json,
+    extract::{Path, State},
+};
 use serde_json::{Value, json};
 
 use super::{Server, answers::Finish, ask::fresh_id, error::ApiError, fields::Fields, journal::unix_seconds};
@@ -63,18 +66,38 @@ fn finish_reason(finish: &Finish) -> &'static str {
     }
 }
 
-/// `GET /v1/models`: the one model, and how much it can take as it is served.
-pub(in crate::server) async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
-    let context = server.service().ok().map(|service| service.context());
-    Json(json!({
-        "object": "list",
-        "data": [{
-            "id": server.settings().model_name,
-            "object": "model",
-            "created": server.model().created(),
-            "owned_by": "freetoken",
-            "max_model_len": context,
-            "context_length": context,
-        }],
-    }))
+/// `GET /v1/models`: the one model, in a form that the clients of both protocols read.
+pub(super) async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
+    let name = server.settings().model_name.as_str();
+    let data = [card(&server)];
+    Json(json!({ "object": "list", "data": data, "has_more": false, "first_id": name, "last_id": name }))
+}
+
+/// `GET /v1/models/{name}`
+///
+/// # Errors
+/// Another name.
+pub(super) async fn model(
+    State(server): State<Arc<Server>>,
+    Path(name): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    if name == server.settings().model_name { Ok(Json(card(&server))) } else { Err(server.no_such_model()) }
+}
+
+/// The model, and how much it can take as it is served.
+fn card(server: &Server) -> Value {
+    let context = server.running().map(|service| service.context());
+    let created = server.model().created();
+    let created_at = jiff::Timestamp::from_second(created as i64).unwrap_or_default();
+    json!({
+        "id": server.settings().model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "freetoken",
+        "type": "model",
+        "display_name": server.settings().model_name,
+        "created_at": created_at.to_string(),
+        "max_model_len": context,
+        "context_length": context,
+    })
 }

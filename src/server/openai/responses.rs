@@ -146,6 +146,7 @@ fn rest(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse("prompt", &[], "no prompts are stored here: send it as input")?;
     fields.refuse("background", &[json!(false)], "answers are not stored: ask for a stream")?;
     fields.refuse("truncation", &[json!("disabled")], "input is never cut: send less")?;
+    fields.refuse("moderation", &[], "nothing is moderated here: leave it out")?;
     fields.refuse("top_logprobs", &[json!(0)], "log-probabilities are for /v1/chat/completions")?;
     fields.refuse("context_management", &[json!([])], "input is sent as it is: shorten it yourself")?;
     if let Some(include) = fields.take::<Vec<Value>>("include")?
@@ -161,7 +162,7 @@ fn rest(fields: &mut Fields) -> Result<(), ApiError> {
         "max_tool_calls",
         "client_metadata",
     ]);
-    fields.skip(&["prompt_cache_key", "prompt_cache_retention"]);
+    fields.skip(&["prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"]);
     Ok(())
 }
 

@@ -5,7 +5,6 @@ use serde_json::{Value, json};
 use crate::server::{
     error::ApiError,
     fields::{Fields, shown, wrong},
-    openai::messages::arguments_object,
 };
 
 /// The conversation of a request.
@@ -49,7 +48,7 @@ fn item(mut item: Fields, messages: &mut Vec<Value>) -> Result<(), ApiError> {
         }
         Some("function_call") => {
             let (id, name): (String, String) = (item.require("call_id")?, item.require("name")?);
-            let arguments = arguments_object(item.require("arguments")?);
+            let arguments: String = item.require("arguments")?;
             let function = json!({ "name": name, "arguments": arguments });
             let call = json!({ "id": id, "type": "function", "function": function });
             if turn(messages).is_none() {
@@ -104,7 +103,7 @@ fn texts(path: &str, content: Value) -> Result<String, ApiError> {
                     return Err(wrong(&part.name("type"), &shown(&kind.into()), words));
                 }
                 let text: String = part.require("text")?;
-                part.skip(&["annotations", "logprobs"]);
+                part.skip(&["annotations", "logprobs", "prompt_cache_breakpoint"]);
                 part.finish()?;
                 Ok(text)
             });
@@ -137,13 +136,13 @@ mod tests {
             { "type": "function_call", "call_id": "b", "name": "add", "arguments": "{}" },
             { "type": "function_call_output", "call_id": "a", "output": "2" },
         ]));
-        let call = |id: &str, arguments: Value| json!({ "id": id, "type": "function", "function": { "name": "add", "arguments": arguments } });
+        let call = |id: &str, arguments: &str| json!({ "id": id, "type": "function", "function": { "name": "add", "arguments": arguments } });
         let expected = vec![
             json!({ "role": "system", "content": "Be kind." }),
             json!({ "role": "user", "content": "Add." }),
             json!({
                 "role": "assistant", "content": "Yes.", "reasoning_content": "Hm.",
-                "tool_calls": [call("a", json!({ "x": 1 })), call("b", json!({}))],
+                "tool_calls": [call("a", "{\"x\": 1}"), call("b", "{}")],
             }),
             json!({ "role": "tool", "tool_call_id": "a", "content": "2" }),
         ];
