@@ -7,6 +7,7 @@ mod eval;
 mod inspect;
 mod memory;
 mod model;
+mod pull;
 mod run;
 mod selftest;
 mod synth;
@@ -36,6 +37,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Run(run::RunArgs),
+    Pull(pull::PullArgs),
     Eval(eval::EvalArgs),
     Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
@@ -60,6 +62,7 @@ impl Cli {
     fn command(self) -> Result<()> {
         match self.command {
             Command::Run(args) => run::run(args),
+            Command::Pull(args) => pull::run(args),
             Command::Eval(args) => eval::run(args),
             Command::Inspect(args) => inspect::run(args),
             Command::Devices(args) => devices::run(args),
