@@ -10,6 +10,7 @@ pub mod devices;
 pub mod engine;
 pub mod formats;
 pub mod golden;
+pub mod hub;
 pub mod loading;
 pub mod model_files;
 pub mod models;

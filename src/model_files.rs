@@ -19,6 +19,7 @@ use crate::{
         json,
         tokenizer::{Tokenizer, TokenizerError},
     },
+    hub,
     loading::{self, LoadError},
     models::{ConfigFile, TensorError, WeightSource},
 };
@@ -56,7 +57,8 @@ pub enum ModelFilesError {
     },
     /// No such model.
     #[error(
-        "there is no model `{name}`: give a directory with config.json and *.safetensors, or the name of one in {home}"
+        "there is no model `{name}`: give a directory with config.json and *.safetensors, the name of one in {home}, or ORG/NAME of \
+         one that `freetoken pull` can bring"
     )]
     Unknown {
         /// What was asked for.
@@ -97,21 +99,20 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Opens a model by path, by name under [`home`], or the demo model.
+    /// Opens a model by path, by its name where [`hub::find`] finds it, or the demo model.
     ///
     /// # Errors
     /// [`ModelFilesError`], one sentence.
     pub fn open(name: Option<&Path>) -> Result<Self, ModelFilesError> {
         let Some(name) = name else { return Self::read(demo()?) };
-        let by_name = home().join("models").join(name);
-        if name.exists() || !by_name.exists() {
-            if !name.exists() && name.components().count() == 1 {
-                let home = home().join("models").display().to_string();
-                return Err(ModelFilesError::Unknown { name: name.display().to_string(), home });
+        match hub::find(name) {
+            Some(dir) => Self::read(Checkpoint::open(&dir)?),
+            None if name.is_absolute() => Self::read(Checkpoint::open(name)?),
+            None => {
+                let home = hub::models_dir().display().to_string();
+                Err(ModelFilesError::Unknown { name: name.display().to_string(), home })
             }
-            return Self::read(Checkpoint::open(name)?);
         }
-        Self::read(Checkpoint::open(&by_name)?)
     }
 
     fn read(checkpoint: Checkpoint) -> Result<Self, ModelFilesError> {

@@ -22,8 +22,7 @@ use crate::{
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  freetoken inspect\n  freetoken inspect DIR --json")]
 pub(super) struct InspectArgs {
-    /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
-    /// [default: the demo model].
+    /// A directory with config.json and *.safetensors, or ORG/NAME of a model that is on this machine [default: the demo model].
     model: Option<PathBuf>,
     /// Print one JSON object.
     #[arg(long)]

@@ -7,6 +7,7 @@ mod eval;
 mod inspect;
 mod memory;
 mod model;
+mod pull;
 mod run;
 mod selftest;
 mod serve;
@@ -38,6 +39,7 @@ pub struct Cli {
 enum Command {
     Run(run::RunArgs),
     Serve(serve::ServeArgs),
+    Pull(pull::PullArgs),
     Eval(eval::EvalArgs),
     Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
@@ -63,6 +65,7 @@ impl Cli {
         match self.command {
             Command::Run(args) => run::run(args),
             Command::Serve(args) => serve::run(args),
+            Command::Pull(args) => pull::run(args),
             Command::Eval(args) => eval::run(args),
             Command::Inspect(args) => inspect::run(args),
             Command::Devices(args) => devices::run(args),

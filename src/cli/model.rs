@@ -1,6 +1,9 @@
 //! Arguments that mean the same on every command: which model, on which device, how exactly.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -9,11 +12,13 @@ use indicatif::BinaryBytes;
 
 use super::{
     memory::MemoryArgs,
+    pull::pull,
     terminal::{Progress, note},
 };
 use crate::{
     devices::{self, BackendChoice},
     engine::{Engine, EngineOptions},
+    hub::{self, HubError, ModelName},
     model_files::ModelFiles,
     models,
 };
@@ -64,10 +69,13 @@ impl DeviceArgs {
 /// What to run, and where.
 #[derive(Debug, Clone, Args)]
 pub(super) struct ModelArgs {
-    /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
-    /// [default: the demo model].
-    #[arg(long, short, value_name = "DIR")]
+    /// A directory with config.json and *.safetensors; or ORG/NAME on the Hugging Face hub, which is looked for in the Hugging
+    /// Face cache and under $FREETOKEN_HOME/models, and else downloaded [default: the demo model].
+    #[arg(long, short, value_name = "DIR|ORG/NAME")]
     pub(super) model: Option<PathBuf>,
+    /// Download nothing; HF_HUB_OFFLINE=1 means the same.
+    #[arg(long)]
+    pub(super) offline: bool,
     /// Tokens that prompt and answer may have together [default: the model's own limit, at most 8192].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 26))]
     pub(super) context: Option<u32>,
@@ -78,9 +86,16 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Reads everything about the model but its weights.
+    /// Reads everything about the model but its weights. A model that is not on this machine is brought first.
     pub(super) fn files(&self) -> Result<ModelFiles> {
-        Ok(ModelFiles::open(self.model.as_deref())?)
+        let absent = self.model.as_deref().filter(|name| hub::find(name).is_none());
+        match absent.and_then(Path::to_str).and_then(|name| name.parse::<ModelName>().ok()) {
+            None => Ok(ModelFiles::open(self.model.as_deref())?),
+            Some(name) if self.offline || hub::offline_by_environment() => {
+                Err(HubError::Offline { name: name.to_string() }.into())
+            }
+            Some(name) => Ok(ModelFiles::open(Some(&pull(&name)?))?),
+        }
     }
 
     /// Options of an engine for so many sequences at a time.

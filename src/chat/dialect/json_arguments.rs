@@ -8,6 +8,9 @@ use crate::chat::reader::{Miss, Peek, Unread};
 /// The names under which models put the arguments into a call.
 const ARGUMENTS: [&str; 3] = ["arguments", "parameters", "args"];
 
+/// What an object that is a call may begin with.
+const FIELDS: [&str; 6] = ["name", "arguments", "parameters", "args", "id", "type"];
+
 /// Reads one JSON value and the markers behind it.
 pub(super) struct JsonArguments {
     place: Place,
@@ -182,7 +185,13 @@ fn named_first(peek: &mut Peek<'_>) -> Result<Call, Miss> {
 }
 
 fn whole(peek: &mut Peek<'_>) -> Result<Call, Miss> {
-    peek.clone().literal("{")?;
+    let mut first = peek.clone();
+    first.literal("{")?;
+    first.space();
+    // Any other object is what the model says, and shall not wait for its end.
+    if !FIELDS.contains(&first.json_string()?.as_str()) {
+        return Err(Miss::No);
+    }
     let mut text = String::new();
     let (n_bytes, over) = Brackets::default().scan(peek.rest(), &mut text);
     if !over {

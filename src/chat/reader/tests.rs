@@ -242,6 +242,13 @@ fn only_what_may_become_a_marker_is_held_back() {
 }
 
 #[test]
+fn an_object_that_is_no_call_is_said_as_it_comes() {
+    let tools = tools();
+    let mut reader = Reader::new(dialect("llama"), "", Some(&tools), "7");
+    assert_eq!(reader.push("{\"title\": "), [Piece::Content("{\"title\":".into())]);
+}
+
+#[test]
 fn what_is_no_call_is_text() {
     for (name, text) in [
         ("hermes", "<tool_call>\nnot json\n</tool_call>"),

@@ -4,9 +4,13 @@
 //! Clients send what the API allows: arguments as text, content in parts, system messages anywhere. Templates were written
 //! for the messages of their model's training, and print anything else wrongly or refuse it.
 
+mod probe;
+#[cfg(test)]
+mod tests;
+
 use serde_json::{Map, Value, json};
 
-use super::{ChatTemplate, Prompt, messages::REASONING};
+use super::messages::REASONING;
 
 /// What a template does with messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,62 +34,6 @@ pub(super) struct Expectations {
 const ID_CHARS: usize = 9;
 
 impl Expectations {
-    /// Renders a dozen messages.
-    pub(super) fn of(template: &ChatTemplate) -> Self {
-        let user = |text: &str| json!({"role": "user", "content": text});
-        let said = json!({"role": "assistant", "content": "said"});
-        let system = |text: &str| json!({"role": "system", "content": text});
-        let result = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": "done"});
-        let call = |id: &str, name: &str, arguments: Value| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
-        let calls = |content: &str, calls: &[Value]| json!({"role": "assistant", "content": content, "tool_calls": calls});
-        let render = |messages: &[Value]| {
-            let tools: [Value; 2] = ["alpha", "beta"].map(|name| {
-                let parameters = json!({"type": "object", "properties": {"key": {"type": "string"}}});
-                json!({"type": "function", "function": {"name": name, "description": name, "parameters": parameters}})
-            });
-            let (kwargs, now) = (Map::new(), jiff::civil::DateTime::default());
-            let prompt =
-                Prompt { messages, tools: Some(&tools), add_generation_prompt: true, kwargs: &kwargs, now };
-            template.render(&prompt).ok()
-        };
-
-        let with_id = |id: &str, arguments: Value| {
-            render(&[user("ask"), calls("", &[call(id, "alpha", arguments)]), result(id)])
-        };
-        let (object, text) = (json!({"key": "value"}), json!("{\"key\": \"value\"}"));
-        let as_object = with_id("probe0001", object.clone());
-        let as_text = with_id("probe0001", text.clone());
-        // A dict that is printed in Python's notation is nothing that a model was trained on.
-        let object_prints = as_object.as_ref().is_some_and(|prompt| !prompt.contains("{'key'"));
-        let text_arguments = as_text.is_some() && (as_object == as_text || !object_prints);
-        let arguments = if text_arguments { text } else { object };
-
-        let two =
-            [call("probe0001", "alpha", arguments.clone()), call("probe0002", "beta", arguments.clone())];
-        let two = render(&[user("ask"), calls("", &two), result("probe0001"), result("probe0002")]);
-        let without_calls = render(&[user("ask")]).unwrap_or_default();
-        let count = |prompt: &str, name: &str| prompt.matches(name).count();
-        let prints_beta = |prompt: String| count(&prompt, "beta") > count(&without_calls, "beta");
-
-        let mut thinking = calls("said", &[call("probe0001", "alpha", arguments.clone())]);
-        thinking["reasoning_content"] = json!("thought");
-        let beside =
-            [render(&[user("ask"), thinking, result("probe0001")]), as_object.clone().or(as_text.clone())];
-
-        let middle = render(&[system("first"), user("ask"), said.clone(), system("second"), user("more")]);
-        let in_place =
-            |prompt: String| prompt.rfind("second") > prompt.rfind("ask") && prompt.contains("second");
-        let two_users = render(&[user("ask"), user("more")]);
-        Expectations {
-            text_arguments,
-            short_ids: with_id("probe_of_any_length", arguments).is_none() && beside[1].is_some(),
-            parallel_calls: beside[1].is_none() || two.is_some_and(prints_beta),
-            thinking_beside_content: beside[0].is_some() || beside[1].is_none(),
-            system_anywhere: middle.is_some_and(in_place),
-            user_after_user: two_users.is_some(),
-        }
-    }
-
     /// The messages as the template wants them.
     pub(super) fn meet(&self, messages: &[Value]) -> Vec<Value> {
         let mut messages: Vec<Value> = messages.to_vec();
