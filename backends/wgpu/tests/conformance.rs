@@ -14,9 +14,6 @@ use freetoken_backend::{
 use freetoken_cpu::Cpu;
 use freetoken_wgpu::{HostPath, Options};
 
-/// Formats that no shader decodes yet.
-const CPU_FORMATS: [&str; 3] = ["fp8", "nvfp4", "mxfp4"];
-
 #[test]
 fn every_adapter_conforms() {
     let mut failed = Vec::new();
@@ -34,15 +31,12 @@ fn every_adapter_conforms() {
                 let what = format!("{} {precision} subgroups={subgroups} floor={floor}", caps.device);
                 let count = report.to_string().lines().last().unwrap_or_default().to_owned();
                 println!("{what}: {count}, {seconds:.1} s, {}", caps.detail);
-                // What is not supported is not silently left out: formats that the CPU alone runs, experts of a checkpoint in place, banks
-                // where the device cannot read them, and what a poor device cannot bind.
+                // What is not supported is not silently left out: experts of a checkpoint in place, banks where the device cannot read
+                // them, and what a poor device cannot bind.
                 let unsupported = |row: &Row| matches!(row.outcome, Outcome::Unsupported(_));
-                let is_quantised = |row: &Row| CPU_FORMATS.iter().any(|format| row.name.contains(format));
                 let needs_bank = |row: &Row| row.name.contains("without slots");
-                let may_lack = |row: &Row| {
-                    is_quantised(row)
-                        || row.name.contains("in place") && !(caps.reads_host && needs_bank(row))
-                };
+                let may_lack =
+                    |row: &Row| row.name.contains("in place") && !(caps.reads_host && needs_bank(row));
                 let missing = report.rows.iter().any(|row| unsupported(row) && !may_lack(row));
                 if !report.passed() || missing && !options.floor {
                     println!("{report}");
