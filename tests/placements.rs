@@ -14,7 +14,8 @@ use freetoken::{
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
-const GOLDEN: &str = "tests/golden/qwen3_moe-bf16";
+const GOLDEN: [&str; 4] =
+    ["qwen3_moe-bf16", "qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_moe-nvfp4-modelopt"];
 
 fn cpu(precision: Precision) -> Arc<dyn Backend> {
     Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision }).unwrap())
@@ -22,15 +23,15 @@ fn cpu(precision: Precision) -> Arc<dyn Backend> {
 
 fn check(device: &Arc<dyn Backend>) {
     let caps = device.caps();
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(GOLDEN);
-    for placement in PLACEMENTS {
-        let what =
-            format!("{} ({}) {}, experts {}", caps.backend, caps.device, caps.precision, placement.name);
+    let golden = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    for (name, placement) in GOLDEN.iter().flat_map(|name| PLACEMENTS.iter().map(move |p| (name, p))) {
+        let place = placement.name;
+        let what = format!("{} ({}) {}, {name}, experts {place}", caps.backend, caps.device, caps.precision);
         if !placement.suits(caps) {
             println!("{what}: the device does not read host memory");
             continue;
         }
-        let report = golden::run_placed(&dir, device, &cpu(caps.precision), placement).unwrap();
+        let report = golden::run_placed(&golden.join(name), device, &cpu(caps.precision), placement).unwrap();
         println!("{what}: {} checks", report.checks.len());
         assert!(report.passed(), "{what}\n{report}");
         let Some(sums) = report.experts else {

@@ -129,7 +129,7 @@ kernels! {
     READ = "read" [] writes 1 reads 1 params 2 { VECS: &[16] }
     EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
     MATMUL_GEMV = "matmul_gemv" [Format, Team, Matmul, Rows, Products] writes 1 reads 7 params 15 {
-        WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
+        WORKGROUP: &[128, 256], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
         ACCUMULATE: FLAG, OUTPUTS: &[16],
     }
     MATMUL_FEW = "matmul_few" [Format, Team, Matmul, Rows] writes 1 reads 7 params 15 {
@@ -152,7 +152,7 @@ kernels! {
         EXPERTS: &[8, 1024],
     }
     EXPERT_MLP_GEMV = "expert_mlp_gemv" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
-        WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, OUTPUTS: &[8],
+        WORKGROUP: &[128, 256], FORMAT: ANY_FORMAT, DOWN: FLAG, OUTPUTS: &[8],
     }
     EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows] writes 1 reads 4 params 22 {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, GROUPED: FLAG, OUTPUTS: &[8],

@@ -4,7 +4,7 @@
 use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, THREADS, wide_cols},
+    matmul::{FEW_ROWS, THREADS, gemv_threads, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -91,27 +91,29 @@ struct Walk {
 impl Walk {
     fn choose(op: &ExpertMlp, wide: bool, recorder: &mut Recorder<'_>) -> Self {
         let n_routes = op.p.n_rows * op.p.top_k;
-        let teams = recorder.gpu.max_teams(THREADS);
         let ids = recorder.words(&op.ids, n_routes as usize);
-        let by_team = |kernel, rows| Walk {
-            kernel,
-            constants: vec![("WORKGROUP", THREADS)],
-            routes_at: ids.at(4),
-            routes: ids.clone(),
-            n: n_routes,
-            outputs: [teams * rows / 2, teams * rows],
+        let by_team = |kernel, rows, threads| {
+            let teams = recorder.gpu.max_teams(threads);
+            Walk {
+                kernel,
+                constants: vec![("WORKGROUP", threads)],
+                routes_at: ids.at(4),
+                routes: ids.clone(),
+                n: n_routes,
+                outputs: [teams * rows / 2, teams * rows],
+            }
         };
         if wide && op.p.n_rows == 1 {
-            return by_team(&EXPERT_MLP_GEMV, 2);
+            return by_team(&EXPERT_MLP_GEMV, 2, gemv_threads(op.experts.format()));
         }
         if wide && op.p.n_rows as usize <= FEW_ROWS && n_routes <= SEARCHED_ROUTES {
-            let mut walk = by_team(&EXPERT_MLP_FEW, 4);
+            let mut walk = by_team(&EXPERT_MLP_FEW, 4, THREADS);
             walk.constants.push(("GROUPED", 0));
             return walk;
         }
         if wide && n_routes <= FEW_ROUTES * op.p.n_experts {
             let (routes, n) = group(op, &ids, FEW_TILE, recorder);
-            let mut walk = by_team(&EXPERT_MLP_FEW, 4);
+            let mut walk = by_team(&EXPERT_MLP_FEW, 4, THREADS);
             walk.constants.push(("GROUPED", 1));
             return Walk { routes, routes_at: n, n, ..walk };
         }
