@@ -3,10 +3,17 @@
 @group(0) @binding(5) var<storage, read> chunk_0: array<vec4<u32>>;
 @group(0) @binding(6) var<storage, read> chunk_1: array<vec4<u32>>;
 
-fn chunk_vec(chunk: u32, i: u32) -> vec4<u32> {
+fn code_vec(chunk: u32, i: u32) -> vec4<u32> {
     switch chunk {
         case 1u: { return chunk_1[i]; }
         default: { return chunk_0[i]; }
+    }
+}
+
+fn code_word(chunk: u32, i: u32) -> u32 {
+    switch chunk {
+        case 1u: { return chunk_1[i / 4u][i % 4u]; }
+        default: { return chunk_0[i / 4u][i % 4u]; }
     }
 }
 
@@ -16,7 +23,7 @@ struct Two {
 }
 
 // Two that lie side by side, in one choice of the chunk: compilers of software drivers take long over many.
-fn chunk_two(chunk: u32, i: u32) -> Two {
+fn code_two(chunk: u32, i: u32) -> Two {
     switch chunk {
         case 1u: { return Two(chunk_1[i], chunk_1[i + 1u]); }
         default: { return Two(chunk_0[i], chunk_0[i + 1u]); }

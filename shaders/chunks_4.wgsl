@@ -5,12 +5,21 @@
 @group(0) @binding(7) var<storage, read> chunk_2: array<vec4<u32>>;
 @group(0) @binding(8) var<storage, read> chunk_3: array<vec4<u32>>;
 
-fn chunk_vec(chunk: u32, i: u32) -> vec4<u32> {
+fn code_vec(chunk: u32, i: u32) -> vec4<u32> {
     switch chunk {
         case 1u: { return chunk_1[i]; }
         case 2u: { return chunk_2[i]; }
         case 3u: { return chunk_3[i]; }
         default: { return chunk_0[i]; }
+    }
+}
+
+fn code_word(chunk: u32, i: u32) -> u32 {
+    switch chunk {
+        case 1u: { return chunk_1[i / 4u][i % 4u]; }
+        case 2u: { return chunk_2[i / 4u][i % 4u]; }
+        case 3u: { return chunk_3[i / 4u][i % 4u]; }
+        default: { return chunk_0[i / 4u][i % 4u]; }
     }
 }
 
@@ -20,7 +29,7 @@ struct Two {
 }
 
 // Two that lie side by side, in one choice of the chunk: compilers of software drivers take long over many.
-fn chunk_two(chunk: u32, i: u32) -> Two {
+fn code_two(chunk: u32, i: u32) -> Two {
     switch chunk {
         case 1u: { return Two(chunk_1[i], chunk_1[i + 1u]); }
         case 2u: { return Two(chunk_2[i], chunk_2[i + 1u]); }

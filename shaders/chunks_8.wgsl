@@ -9,7 +9,7 @@
 @group(0) @binding(11) var<storage, read> chunk_6: array<vec4<u32>>;
 @group(0) @binding(12) var<storage, read> chunk_7: array<vec4<u32>>;
 
-fn chunk_vec(chunk: u32, i: u32) -> vec4<u32> {
+fn code_vec(chunk: u32, i: u32) -> vec4<u32> {
     switch chunk {
         case 1u: { return chunk_1[i]; }
         case 2u: { return chunk_2[i]; }
@@ -22,13 +22,26 @@ fn chunk_vec(chunk: u32, i: u32) -> vec4<u32> {
     }
 }
 
+fn code_word(chunk: u32, i: u32) -> u32 {
+    switch chunk {
+        case 1u: { return chunk_1[i / 4u][i % 4u]; }
+        case 2u: { return chunk_2[i / 4u][i % 4u]; }
+        case 3u: { return chunk_3[i / 4u][i % 4u]; }
+        case 4u: { return chunk_4[i / 4u][i % 4u]; }
+        case 5u: { return chunk_5[i / 4u][i % 4u]; }
+        case 6u: { return chunk_6[i / 4u][i % 4u]; }
+        case 7u: { return chunk_7[i / 4u][i % 4u]; }
+        default: { return chunk_0[i / 4u][i % 4u]; }
+    }
+}
+
 struct Two {
     first: vec4<u32>,
     second: vec4<u32>,
 }
 
 // Two that lie side by side, in one choice of the chunk: compilers of software drivers take long over many.
-fn chunk_two(chunk: u32, i: u32) -> Two {
+fn code_two(chunk: u32, i: u32) -> Two {
     switch chunk {
         case 1u: { return Two(chunk_1[i], chunk_1[i + 1u]); }
         case 2u: { return Two(chunk_2[i], chunk_2[i + 1u]); }

@@ -15,8 +15,12 @@ fn inside(chunk: u32) -> u32 {
     return min(chunk, CHUNKS - 1u);
 }
 
-fn chunk_vec(chunk: u32, i: u32) -> vec4<u32> {
+fn code_vec(chunk: u32, i: u32) -> vec4<u32> {
     return chunks[inside(chunk)].vecs[i];
+}
+
+fn code_word(chunk: u32, i: u32) -> u32 {
+    return chunks[inside(chunk)].vecs[i / 4u][i % 4u];
 }
 
 struct Two {
@@ -25,7 +29,7 @@ struct Two {
 }
 
 // Two that lie side by side.
-fn chunk_two(chunk: u32, i: u32) -> Two {
+fn code_two(chunk: u32, i: u32) -> Two {
     let c = inside(chunk);
     return Two(chunks[c].vecs[i], chunks[c].vecs[i + 1u]);
 }

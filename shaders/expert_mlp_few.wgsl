@@ -7,7 +7,6 @@
 // down, or two of gate and up, 4 columns a lane, as products of 4 x 4 matrices, and reads each weight once for every four
 // routes. Experts outside of the window of chunks are left to other dispatches. Bound by the bytes of the experts.
 
-override FORMAT: u32 = 1u;
 override DOWN: bool = false;
 override GROUPED: bool = false;
 override OUTPUTS: u32 = 32u;
@@ -16,13 +15,6 @@ override OUTPUTS: u32 = 32u;
 const MAX_ROUTES: u32 = 256u;
 
 @group(0) @binding(2) var<storage, read> routes: array<u32>;
-
-fn columns(chunk: u32, row: u32, i: u32) -> vec4<f32> {
-    if FORMAT == F32 {
-        return bitcast<vec4<f32>>(chunk_vec(chunk, row + i));
-    }
-    return decode_half(FORMAT, chunk_vec(chunk, row + i / 2u), (i & 1u) == 1u);
-}
 
 var<workgroup> n_before: atomic<u32>;
 var<workgroup> n_matching: atomic<u32>;
@@ -100,17 +92,20 @@ fn main(at: Invocation) {
     } else {
         n_places = collect(at.thread, at.workgroup.y, u32(expert));
     }
-    let chunk = place.chunk;
-    let record = place.record;
     let outputs = select(2u, 4u, DOWN);
-    let last = p.out_features - 1u;
     for (var start = 0u; start < OUTPUTS; start += teams_of(at) * outputs) {
         let own = start + team_of(at) * outputs;
         let first = at.workgroup.x * OUTPUTS + own;
-        let starts = min(vec4(first, first + 1u, first + 2u, first + 3u), vec4(last)) * p.in_features;
-        var at_rows = vec4(record) + (p.weight_start + starts) / per_vec(FORMAT);
-        if !DOWN {
-            at_rows = vec4(at_rows.xy, vec2(record) + (p.up_start + starts.xy) / per_vec(FORMAT));
+        let row_0 = weight_row(place, first);
+        let row_1 = weight_row(place, first + 1u);
+        var row_2: Row;
+        var row_3: Row;
+        if DOWN {
+            row_2 = weight_row(place, first + 2u);
+            row_3 = weight_row(place, first + 3u);
+        } else {
+            row_2 = up_row(place, first);
+            row_3 = up_row(place, first + 1u);
         }
         for (var quad = 0u; quad < n_places; quad += 4u) {
             // Routes behind the last repeat it.
@@ -120,12 +115,8 @@ fn main(at: Invocation) {
             // Column r, component n.
             var sums: mat4x4<f32>;
             for (var i = lane_of(at); i < p.in_features / 4u; i += lanes_of(at)) {
-                let w = mat4x4(
-                    columns(chunk, at_rows.x, i),
-                    columns(chunk, at_rows.y, i),
-                    columns(chunk, at_rows.z, i),
-                    columns(chunk, at_rows.w, i),
-                );
+                let c = 4u * i;
+                let w = mat4x4(four(row_0, c), four(row_1, c), four(row_2, c), four(row_3, c));
                 sums += transpose(mat4x4(x[rows.x + i], x[rows.y + i], x[rows.z + i], x[rows.w + i])) * w;
             }
             let sums_0 = team_sum(at, sums[0]);

@@ -6,7 +6,6 @@
 // of chunks are left to other dispatches. Bound by f32 multiply-adds; each load of weights chooses a chunk, which is not free, so that
 // none brings less than a vec4.
 
-override FORMAT: u32 = 1u;
 override DOWN: bool = false;
 override WIDE: bool = true;
 // Routes of a tile.
@@ -15,7 +14,6 @@ override OUTPUTS: u32 = 64u;
 
 const DEPTH: u32 = 16u;
 const STRIDE: u32 = DEPTH / 4u + 1u;
-const THREADS: u32 = 256u;
 
 @group(0) @binding(2) var<storage, read> routes: array<u32>;
 
@@ -23,33 +21,29 @@ var<workgroup> x_tile: array<vec4<f32>, TILE * STRIDE>;
 var<workgroup> weight_tile: array<vec4<f32>, OUTPUTS * STRIDE>;
 var<workgroup> up_tile: array<vec4<f32>, select(OUTPUTS * STRIDE, 1u, DOWN)>;
 
-// Columns c .. c + 8 of row `r` of a matrix that starts at element `start` of the record, as they lie there; f32 where rows are not wide.
-fn load_weight(chunk: u32, record: u32, start: u32, r: u32, c: u32) -> Two {
-    if r >= p.out_features || c >= p.in_features {
+// Columns c .. c + 8 of a row, as they lie there; f32 where rows are not wide.
+fn load_row(row: Row, c: u32) -> Two {
+    if c >= p.in_features {
         return Two(vec4(0u), vec4(0u));
     }
-    let at = start + r * p.in_features + c;
-    if WIDE && FORMAT == F32 {
-        return chunk_two(chunk, record + at / 4u);
-    }
     if WIDE {
-        return Two(chunk_vec(chunk, record + at / 8u), vec4(0u));
+        return stored_eight(row, c);
     }
     var v: Two;
     for (var i = 0u; i < min(8u, p.in_features - c); i++) {
-        let element = decode_element(FORMAT, chunk_vec(chunk, record + (at + i) / per_vec(FORMAT)), at + i);
+        let column = bitcast<u32>(element(row, c + i));
         if i < 4u {
-            v.first[i] = bitcast<u32>(element);
+            v.first[i] = column;
         } else {
-            v.second[i - 4u] = bitcast<u32>(element);
+            v.second[i - 4u] = column;
         }
     }
     return v;
 }
 
 fn decode(v: Two) -> Eight {
-    if WIDE && FORMAT != F32 {
-        return Eight(decode_half(FORMAT, v.first, false), decode_half(FORMAT, v.first, true));
+    if WIDE {
+        return decode_eight(v);
     }
     return Eight(bitcast<vec4<f32>>(v.first), bitcast<vec4<f32>>(v.second));
 }
@@ -86,8 +80,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     if !place.inside {
         return;
     }
-    let chunk = place.chunk;
-    let record = place.record;
     let first_output = workgroup.x * OUTPUTS;
     let quarter = thread % 4u;
     let loaded = thread / 4u;
@@ -104,10 +96,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         x_next = load_x(x_row, x_inside, 4u * quarter);
     }
     // Weights come for two steps of DEPTH columns at a time, eight columns a thread; half of the threads hold those of a step.
-    var weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, 8u * quarter);
+    let weight = weight_row(place, first_output + loaded);
+    let up = up_row(place, first_output + loaded);
+    var weight_next = load_row(weight, 8u * quarter);
     var up_next: Two;
     if !DOWN {
-        up_next = load_weight(chunk, record, p.up_start, first_output + loaded, 8u * quarter);
+        up_next = load_row(up, 8u * quarter);
     }
     for (var c = 0u; c < p.in_features; c += DEPTH) {
         let is_second = (c & DEPTH) != 0u;
@@ -116,22 +110,22 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         }
         if (quarter >= 2u) == is_second {
             let to = loaded * STRIDE + 2u * (quarter & 1u);
-            let weight = decode(weight_next);
-            weight_tile[to] = weight.low;
-            weight_tile[to + 1u] = weight.high;
+            let columns = decode(weight_next);
+            weight_tile[to] = columns.low;
+            weight_tile[to + 1u] = columns.high;
             if !DOWN {
-                let up = decode(up_next);
-                up_tile[to] = up.low;
-                up_tile[to + 1u] = up.high;
+                let up_columns = decode(up_next);
+                up_tile[to] = up_columns.low;
+                up_tile[to + 1u] = up_columns.high;
             }
         }
         workgroupBarrier();
         x_next = load_x(x_row, x_inside, c + DEPTH + 4u * quarter);
         if is_second {
             let first = c + DEPTH + 8u * quarter;
-            weight_next = load_weight(chunk, record, p.weight_start, first_output + loaded, first);
+            weight_next = load_row(weight, first);
             if !DOWN {
-                up_next = load_weight(chunk, record, p.up_start, first_output + loaded, first);
+                up_next = load_row(up, first);
             }
         }
         for (var k = 0u; k < DEPTH / 4u; k++) {

@@ -22,9 +22,12 @@ struct Params {
     n_window_banked: u32,
     // vec4s of a record.
     record_vecs: u32,
-    // Elements from the start of a record: of gate or down, and of up.
+    // Of gate or down, from the start of a record: elements, bytes and words.
     weight_start: u32,
-    up_start: u32,
+    scales_start: u32,
+    globals_start: u32,
+    // Rows from a gate row to its up row.
+    to_up: u32,
     out_at: u32,
     x_at: u32,
     // Of ids; where routes are grouped the number of tiles that there is room for.
@@ -58,4 +61,20 @@ fn place_of(expert: u32) -> Place {
     // So does -1.
     let i = u32(slot) - p.first_slot;
     return Place(i < p.n_window_slots, i / p.slots_per_chunk, i % p.slots_per_chunk * p.record_vecs);
+}
+
+fn scale_word(chunk: u32, i: u32) -> u32 { return code_word(chunk, i); }
+fn global_word(chunk: u32, i: u32) -> u32 { return code_word(chunk, i); }
+
+// The row of an output, of gate or down; those behind the last repeat it, so that every thread loads from where there is something.
+fn weight_row(place: Place, output: u32) -> Row {
+    let banks = Banks(p.weight_start, p.scales_start, p.globals_start);
+    return row_of(place.chunk, place.record, banks, min(output, p.out_features - 1u), p.in_features);
+}
+
+// The same of up.
+fn up_row(place: Place, output: u32) -> Row {
+    let banks = Banks(p.weight_start, p.scales_start, p.globals_start);
+    let r = p.to_up + min(output, p.out_features - 1u);
+    return row_of(place.chunk, place.record, banks, r, p.in_features);
 }

@@ -1,16 +1,23 @@
 // How weights are stored. Linked in front of every op that reads one; bound as vec4<u32>, 16 bytes at a time.
 //
-// A vec4 holds 4 elements of f32 and 8 of bf16 or f16, the first in the lowest bits.
+// A vec4 holds 4 elements of f32, 8 of bf16 or f16, 16 codes of fp8 and 32 of nvfp4 or mxfp4, the first in the lowest bits.
 
 const F32: u32 = 0u;
 const BF16: u32 = 1u;
 const F16: u32 = 2u;
 // Of a weight that an op may do without.
 const NONE: u32 = 3u;
+// From here on elements are codes, and groups of them have scales.
+const FP8: u32 = 4u;
+const NVFP4: u32 = 5u;
+const MXFP4: u32 = 6u;
 
 // Elements that a vec4 holds.
 fn per_vec(format: u32) -> u32 {
-    return select(8u, 4u, format == F32);
+    if format < FP8 {
+        return select(8u, 4u, format == F32);
+    }
+    return select(32u, 16u, format == FP8);
 }
 
 fn decode_pair(format: u32, word: u32) -> vec2<f32> {
@@ -39,4 +46,41 @@ fn decode_element(format: u32, v: vec4<u32>, i: u32) -> f32 {
 struct Eight {
     low: vec4<f32>,
     high: vec4<f32>,
+}
+
+// Codes become halves by moving their bits: exponent and mantissa to the top of the half's mantissa and the foot of its exponent. What
+// comes out is too small by a power of two, and the smallest codes are subnormal halves, which drivers keep.
+
+// e4m3 codes at bits 0 and 16, over 2^8.
+fn e4m3_pair(codes: u32) -> vec2<f32> {
+    return unpack2x16float(((codes & 0x007f007fu) << 7u) | ((codes & 0x00800080u) << 8u));
+}
+
+// The four e4m3 codes of a word, over 2^8.
+fn e4m3_four(word: u32) -> vec4<f32> {
+    let even = e4m3_pair(word);
+    let odd = e4m3_pair(word >> 8u);
+    return vec4(even.x, odd.x, even.y, odd.y);
+}
+
+// e2m1 codes at bits 0 and 16, over 2^14.
+fn e2m1_pair(codes: u32) -> vec2<f32> {
+    return unpack2x16float(((codes & 0x00070007u) << 9u) | ((codes & 0x00080008u) << 12u));
+}
+
+// The eight e2m1 codes of a word, over 2^14.
+fn e2m1_eight(word: u32) -> Eight {
+    let a = e2m1_pair(word);
+    let b = e2m1_pair(word >> 4u);
+    let c = e2m1_pair(word >> 8u);
+    let d = e2m1_pair(word >> 12u);
+    return Eight(vec4(a.x, b.x, c.x, d.x), vec4(a.y, b.y, c.y, d.y));
+}
+
+// The four e2m1 codes in the lower half of a word, over 2^14.
+fn e2m1_four(word: u32) -> vec4<f32> {
+    let bytes = (word & 0xffu) | ((word & 0xff00u) << 8u);
+    let even = e2m1_pair(bytes);
+    let odd = e2m1_pair(bytes >> 4u);
+    return vec4(even.x, odd.x, even.y, odd.y);
 }

@@ -14,7 +14,14 @@ use freetoken::{
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
-const GOLDEN: [&str; 3] = ["qwen3_moe-bf16", "qwen3-bf16", "llama-bf16"];
+const GOLDEN: [&str; 6] = [
+    "qwen3_moe-bf16",
+    "qwen3-bf16",
+    "llama-bf16",
+    "qwen3_moe-fp8-block",
+    "qwen3_moe-nvfp4-ct",
+    "qwen3_moe-nvfp4-modelopt",
+];
 const PROMPT: &str = "<|im_start|>user\nTell me a story about a fox named Rusty who lost a red kite.<|im_end|>\n<|im_start|>assistant\n";
 const N_TOKENS: usize = 48;
 /// Two tokens whose logits lie closer may change places where activations are rounded.

@@ -14,9 +14,11 @@ use freetoken::{
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
-const GOLDEN: &str = "tests/golden/qwen3_moe-bf16";
+/// One a format.
+const GOLDEN: [&str; 4] =
+    ["qwen3_moe-bf16", "qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_moe-nvfp4-modelopt"];
 /// Recurrent, with an expert that every token passes. On the CPU alone: no other device has its ops.
-const RECURRENT: &str = "tests/golden/qwen3_5_moe-bf16";
+const RECURRENT: &str = "qwen3_5_moe-bf16";
 
 fn cpu(precision: Precision) -> Arc<dyn Backend> {
     Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision }).unwrap())
@@ -24,10 +26,11 @@ fn cpu(precision: Precision) -> Arc<dyn Backend> {
 
 fn check(golden: &str, device: &Arc<dyn Backend>) {
     let caps = device.caps();
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(golden);
+    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(golden);
     for placement in PLACEMENTS {
+        let place = placement.name;
         let what =
-            format!("{} ({}) {}, experts {}", caps.backend, caps.device, caps.precision, placement.name);
+            format!("{} ({}) {}, {golden}, experts {place}", caps.backend, caps.device, caps.precision);
         if !placement.suits(caps) {
             println!("{what}: the device does not read host memory");
             continue;
@@ -61,7 +64,7 @@ fn check(golden: &str, device: &Arc<dyn Backend>) {
 #[test]
 fn every_placement_on_every_device_gives_the_golden_outputs() {
     for precision in [Precision::F32, Precision::Auto] {
-        on_every_device::run(precision, |device| check(GOLDEN, &device));
+        on_every_device::run(precision, |device| GOLDEN.iter().for_each(|golden| check(golden, &device)));
     }
 }
 

@@ -95,7 +95,9 @@ impl Recorder<'_> {
             n if n > 1 && self.gpu.binds_arrays() => Chunks::Array(n),
             n => Chunks::Apart(n),
         };
-        let linkage = Linkage { subgroups: self.gpu.subgroups.is_some(), chunks: window };
+        let has_scales = constants.iter().any(|(name, format)| *name == "FORMAT" && *format >= CODES_FORMAT);
+        let staged = kernel.has_products() && has_scales;
+        let linkage = Linkage { subgroups: self.gpu.subgroups.is_some(), chunks: window, staged };
         let pipeline = self.pipelines.get(&self.gpu.device, kernel, linkage, constants);
         let chunks: Vec<_> = chunks.iter().map(Slot::binding).collect();
         let mut resources: Vec<_> =
@@ -132,9 +134,9 @@ impl Recorder<'_> {
         self.slot(view, 4 * n)
     }
 
-    /// All of a weight.
+    /// All of a weight that is codes only.
     pub(crate) fn weight(&self, weight: &Weight) -> Slot {
-        self.slot(&weight.view, weight.bytes())
+        self.slot(&weight.view, weight.code_bytes())
     }
 
     /// A vector of weights that may be missing: what to bind, the offset in elements, and the format's code.
@@ -164,6 +166,8 @@ impl Recorder<'_> {
 
 /// `NONE` of format.wgsl.
 const NO_FORMAT: u32 = 3;
+/// `FP8` of format.wgsl: it and those behind it have scales.
+const CODES_FORMAT: u32 = 4;
 
 /// The format's number in format.wgsl.
 pub(crate) fn format_code(format: Format) -> u32 {
@@ -171,6 +175,8 @@ pub(crate) fn format_code(format: Format) -> u32 {
         Format::F32 => 0,
         Format::Bf16 => 1,
         Format::F16 => 2,
-        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused by `supports`"),
+        Format::Fp8 => CODES_FORMAT,
+        Format::Nvfp4 => 5,
+        Format::Mxfp4 => 6,
     }
 }

@@ -1,12 +1,14 @@
 //! The table of kernels: which WGSL files one is, what it binds, and the values that its constants take. Knows no device.
 
-/// Whether a device has what a kernel may be linked with.
+/// What a kernel is linked with on a device, for a format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Linkage {
     /// Teams are subgroups.
     pub(crate) subgroups: bool,
     /// Chunks of an expert pool.
     pub(crate) chunks: Chunks,
+    /// Rows of codes meet x in workgroup memory.
+    pub(crate) staged: bool,
 }
 
 /// How a kernel binds a window of chunks.
@@ -29,8 +31,14 @@ enum Link {
     Team,
     /// A window of chunks, bound behind everything else. Comes first: it may enable an extension.
     Chunks,
+    /// What the kernels of matmul share.
+    Matmul,
     /// What the kernels of expert_mlp share.
     Experts,
+    /// Rows of a weight, behind what says where they lie.
+    Rows,
+    /// Two of them times a row of x.
+    Products,
     /// The n-th largest of many.
     Select,
 }
@@ -58,6 +66,11 @@ impl Kernel {
         self.links.contains(&Link::Chunks)
     }
 
+    /// Whether it multiplies rows of weights with a single row of x, which formats with scales do otherwise.
+    pub(crate) fn has_products(&self) -> bool {
+        self.links.contains(&Link::Products)
+    }
+
     /// The module: the files one after the other, as they are.
     pub(crate) fn module(&self, linkage: Linkage) -> String {
         let file = |link: &Link| match link {
@@ -65,6 +78,10 @@ impl Kernel {
             Link::Team if linkage.subgroups => include_str!("../../../shaders/team_subgroup.wgsl"),
             Link::Team => include_str!("../../../shaders/team_workgroup.wgsl"),
             Link::Select => include_str!("../../../shaders/select.wgsl"),
+            Link::Matmul => include_str!("../../../shaders/matmul.wgsl"),
+            Link::Rows => include_str!("../../../shaders/rows.wgsl"),
+            Link::Products if linkage.staged => include_str!("../../../shaders/staged.wgsl"),
+            Link::Products => include_str!("../../../shaders/direct.wgsl"),
             Link::Experts => include_str!("../../../shaders/experts.wgsl"),
             Link::Chunks => match linkage.chunks {
                 Chunks::Apart(1) => include_str!("../../../shaders/chunks_1.wgsl"),
@@ -82,7 +99,11 @@ impl Kernel {
 /// A weight's format, `NONE` where there is none.
 const OPTIONAL: &[u32] = &[0, 1, 2, 3];
 const FORMAT: &[u32] = &[0, 1, 2];
+/// The same of what matmuls and experts take.
+const ANY_FORMAT: &[u32] = &[0, 1, 2, 4, 5, 6];
 const FLAG: &[u32] = &[0, 1];
+/// None, together, apart.
+const GLU: &[u32] = &[0, 1, 2];
 
 macro_rules! kernels {
     ($($item:ident = $file:literal [$($link:ident),*] writes $written:literal reads $read:literal params $params:literal {
@@ -107,16 +128,16 @@ macro_rules! kernels {
 kernels! {
     READ = "read" [] writes 1 reads 1 params 2 { VECS: &[16] }
     EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
-    MATMUL_GEMV = "matmul_gemv" [Format, Team] writes 1 reads 7 params 14 {
-        WORKGROUP: &[128], FORMAT: FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: FLAG, GATHER: FLAG, ACCUMULATE: FLAG,
-        OUTPUTS: &[16],
+    MATMUL_GEMV = "matmul_gemv" [Format, Team, Matmul, Rows, Products] writes 1 reads 7 params 15 {
+        WORKGROUP: &[128, 256], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
+        ACCUMULATE: FLAG, OUTPUTS: &[16],
     }
-    MATMUL_FEW = "matmul_few" [Format, Team] writes 1 reads 7 params 14 {
-        WORKGROUP: &[128], FORMAT: FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: FLAG, GATHER: FLAG, ACCUMULATE: FLAG,
-        QUADS: &[1, 2, 4], OUTPUTS: &[16],
+    MATMUL_FEW = "matmul_few" [Format, Team, Matmul, Rows] writes 1 reads 7 params 15 {
+        WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
+        ACCUMULATE: FLAG, QUADS: &[1, 2, 4], OUTPUTS: &[16],
     }
-    MATMUL_TILED = "matmul_tiled" [Format] writes 1 reads 7 params 14 {
-        FORMAT: FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: FLAG, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
+    MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows] writes 1 reads 7 params 15 {
+        FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
         TILE: &[64],
     }
     ROPE_CACHE = "rope_cache" [Format, Team] writes 2 reads 6 params 14 {
@@ -130,15 +151,15 @@ kernels! {
         WORKGROUP: &[256, 1024], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
         EXPERTS: &[8, 1024],
     }
-    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Chunks, Format, Team, Experts] writes 1 reads 4 params 20 {
-        WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, OUTPUTS: &[8],
+    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
+        WORKGROUP: &[128, 256], FORMAT: ANY_FORMAT, DOWN: FLAG, OUTPUTS: &[8],
     }
-    EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts] writes 1 reads 4 params 20 {
-        WORKGROUP: &[128], FORMAT: FORMAT, DOWN: FLAG, GROUPED: FLAG, OUTPUTS: &[8],
+    EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows] writes 1 reads 4 params 22 {
+        WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, GROUPED: FLAG, OUTPUTS: &[8],
     }
     EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
-    EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts] writes 1 reads 4 params 20 {
-        FORMAT: FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
+    EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows] writes 1 reads 4 params 22 {
+        FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
     }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
     COMBINE = "combine" [] writes 1 reads 2 params 6 {}
@@ -172,10 +193,13 @@ mod tests {
     #[test]
     fn every_variant_is_valid_wgsl() {
         for kernel in ALL {
-            for subgroups in [false, true] {
+            for (subgroups, staged) in [(false, false), (true, false), (false, true), (true, true)] {
+                if staged && !kernel.has_products() {
+                    continue;
+                }
                 let windows = [1, 2, 4, 8].map(Chunks::Apart).into_iter().chain([Chunks::Array(16)]);
                 for chunks in if kernel.has_chunks() { windows.collect() } else { vec![Chunks::None] } {
-                    let text = kernel.module(Linkage { subgroups, chunks });
+                    let text = kernel.module(Linkage { subgroups, chunks, staged });
                     let module = wgsl::parse_str(&text)
                         .unwrap_or_else(|e| panic!("{}:\n{}", kernel.name, e.emit_to_string(&text)));
                     let mut able = Capabilities::IMMEDIATES | Capabilities::SHADER_FLOAT16_IN_FLOAT32;

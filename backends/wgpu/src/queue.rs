@@ -16,9 +16,9 @@ use wgpu::{CommandBuffer, CommandEncoder, Device, MapMode, PollError, PollType, 
 /// Submissions whose indices are kept; an older event waits for the oldest of them.
 const KEPT: usize = 64;
 
-/// How long the host asks for bytes again and again before it sleeps: a thread that sleeps is woken late. A layer of a prompt takes
-/// milliseconds.
-const SPIN: Duration = Duration::from_millis(10);
+/// How long the host asks for bytes again and again before it sleeps in the driver: a thread that sleeps is woken late, but one that
+/// does not takes a core from those that have work.
+const SPIN: Duration = Duration::from_micros(50);
 
 /// What the driver said outside of a call.
 #[derive(Default)]

@@ -14,8 +14,6 @@ use freetoken_backend::{
 use freetoken_cpu::Cpu;
 use freetoken_wgpu::{HostPath, Options};
 
-/// Formats that no shader decodes yet.
-const CPU_FORMATS: [&str; 3] = ["fp8", "nvfp4", "mxfp4"];
 /// Ops, and what ops have, that no shader computes yet.
 const CPU_OPS: [&str; 4] = ["short_conv", "gated_delta", "gated", "shared expert"];
 
@@ -36,11 +34,10 @@ fn every_adapter_conforms() {
                 let what = format!("{} {precision} subgroups={subgroups} floor={floor}", caps.device);
                 let count = report.to_string().lines().last().unwrap_or_default().to_owned();
                 println!("{what}: {count}, {seconds:.1} s, {}", caps.detail);
-                // What is not supported is not silently left out: formats and ops that the CPU alone runs, experts of a checkpoint in place, banks
-                // where the device cannot read them, and what a poor device cannot bind.
+                // What is not supported is not silently left out: ops that the CPU alone runs, experts of a checkpoint in place, banks where
+                // the device cannot read them, and what a poor device cannot bind.
                 let unsupported = |row: &Row| matches!(row.outcome, Outcome::Unsupported(_));
-                let on_cpu =
-                    |row: &Row| CPU_FORMATS.iter().chain(&CPU_OPS).any(|word| row.name.contains(word));
+                let on_cpu = |row: &Row| CPU_OPS.iter().any(|word| row.name.contains(word));
                 let needs_bank = |row: &Row| row.name.contains("without slots");
                 let may_lack = |row: &Row| {
                     on_cpu(row) || row.name.contains("in place") && !(caps.reads_host && needs_bank(row))

@@ -75,7 +75,8 @@ fn matmul(a: &mut Arena<'_>, c: Product) -> Result<Op> {
             in_features: c.cols as u32,
             out_features: out_features as u32,
             activation: if c.glu { Activation::SiluGlu } else { Activation::None } as u32,
-            accumulate: 1,
+            // Gate and up in several pieces are not added to what is there.
+            accumulate: (!c.glu || c.pieces == 1) as u32,
             eps: 1e-6,
         },
     }
@@ -89,11 +90,23 @@ fn every_width_of_a_batch() {
         (Format::Bf16, &[1, 2, 4, 7, 13, 16, 17][..]),
         (Format::F32, &[1, 13, 17]),
         (Format::F16, &[1, 13, 17]),
+        (Format::Fp8, &[1, 17]),
+        (Format::Nvfp4, &[1, 4, 13, 17]),
+        (Format::Mxfp4, &[1, 13]),
     ] {
-        for (&n, glu) in widths.iter().flat_map(|n| [(n, false), (n, true)]) {
-            let c = Product { n, pieces: 2, rows: 37, cols: 136, glu, format };
-            cases.push(case(format!("matmul {format} n={n} glu={glu}"), move |a| matmul(a, c)));
+        for &n in widths {
+            // Gate and up lie in one piece; in two they are in the conformance table.
+            for (glu, pieces, rows) in [(false, 2, 37), (true, 1, 74)] {
+                let cols = if format.group().is_some() { 160 } else { 136 };
+                let c = Product { n, pieces, rows, cols, glu, format };
+                cases.push(case(format!("matmul {format} n={n} glu={glu}"), move |a| matmul(a, c)));
+            }
         }
+    }
+    // More columns than meet in workgroup memory at a time.
+    for format in [Format::Fp8, Format::Nvfp4, Format::Mxfp4] {
+        let c = Product { n: 1, pieces: 1, rows: 20, cols: 4128, glu: true, format };
+        cases.push(case(format!("matmul {format} of {} columns", c.cols), move |a| matmul(a, c)));
     }
     check(cases);
 }
@@ -103,8 +116,10 @@ fn every_width_of_a_batch() {
 fn matrices_larger_than_a_binding() {
     let mut cases = Vec::new();
     for (n, glu) in [(1, false), (3, true), (20, true)] {
-        let c = Product { n, pieces: 4, rows: 2200, cols: 512, glu, format: Format::Bf16 };
-        cases.push(case(format!("matmul in windows n={n} glu={glu}"), move |a| matmul(a, c)));
+        for (format, cols) in [(Format::Bf16, 512), (Format::Nvfp4, 2048)] {
+            let c = Product { n, pieces: 4, rows: 2200, cols, glu, format };
+            cases.push(case(format!("matmul {format} in windows n={n} glu={glu}"), move |a| matmul(a, c)));
+        }
     }
     cases.push(case("embed in windows".into(), |a| {
         let (n, vocab, hidden) = (9, 700, 1000);
@@ -121,12 +136,12 @@ fn matrices_larger_than_a_binding() {
 
 /// Ten experts in a chunk each: more chunks than a window has.
 fn experts(a: &mut Arena<'_>, format: Format, n: usize, top_k: usize, hidden: usize) -> Result<Op> {
-    let (n_experts, intermediate) = (10, 40);
+    let n_experts = 10;
+    let intermediate = if format.group().is_some() { 32 } else { 40 };
     let record = record(format, hidden, intermediate);
     let mut chunks = Vec::new();
     for _ in 0..n_experts {
-        let elements = record.bytes / format.row_bytes(1);
-        chunks.push(a.weight(format, 1, elements, 0.2)?.view.buffer().clone());
+        chunks.push(a.records(&record, 1, 0.2)?);
     }
     let slots: Vec<i32> = (0..n_experts as i32).map(|expert| expert * 7 % n_experts as i32).collect();
     let table = a.fixed(&slots)?;
@@ -169,6 +184,11 @@ fn every_walk_through_routes() {
     for n in [1, 16, 200] {
         add(Format::F32, n, 72);
         add(Format::F16, n, 72);
+    }
+    for (n, hidden) in [(1, 96), (16, 96), (40, 96), (200, 96), (1, 2080)] {
+        add(Format::Fp8, n, hidden);
+        add(Format::Nvfp4, n, hidden);
+        add(Format::Mxfp4, n, hidden);
     }
     check(cases);
 }

@@ -1,10 +1,10 @@
 //! See [`freetoken_backend::ExpertMlp`]: gate and up, then down, through each window of chunks. How routes are walked through
 //! depends on how many of them an expert has.
 
-use freetoken_backend::{ExpertMlp, ExpertPool, Experts};
+use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, THREADS},
+    matmul::{FEW_ROWS, THREADS, gemv_threads, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -29,9 +29,6 @@ const TILE: u32 = 64;
 pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
     pool_only(&op.experts)?;
     let Experts::Pool { pool, layer } = &op.experts else { return Ok(()) };
-    if pool.record.format.group().is_some() {
-        return Err(format!("its experts are {}; f32, bf16 and f16 run", pool.record.format));
-    }
     if op.p.in_place > 0 {
         Bank::of_pool(pool, *layer, gpu)?;
     }
@@ -94,27 +91,29 @@ struct Walk {
 impl Walk {
     fn choose(op: &ExpertMlp, wide: bool, recorder: &mut Recorder<'_>) -> Self {
         let n_routes = op.p.n_rows * op.p.top_k;
-        let teams = recorder.gpu.max_teams(THREADS);
         let ids = recorder.words(&op.ids, n_routes as usize);
-        let by_team = |kernel, rows| Walk {
-            kernel,
-            constants: vec![("WORKGROUP", THREADS)],
-            routes_at: ids.at(4),
-            routes: ids.clone(),
-            n: n_routes,
-            outputs: [teams * rows / 2, teams * rows],
+        let by_team = |kernel, rows, threads| {
+            let teams = recorder.gpu.max_teams(threads);
+            Walk {
+                kernel,
+                constants: vec![("WORKGROUP", threads)],
+                routes_at: ids.at(4),
+                routes: ids.clone(),
+                n: n_routes,
+                outputs: [teams * rows / 2, teams * rows],
+            }
         };
         if wide && op.p.n_rows == 1 {
-            return by_team(&EXPERT_MLP_GEMV, 2);
+            return by_team(&EXPERT_MLP_GEMV, 2, gemv_threads(op.experts.format()));
         }
         if wide && op.p.n_rows as usize <= FEW_ROWS && n_routes <= SEARCHED_ROUTES {
-            let mut walk = by_team(&EXPERT_MLP_FEW, 4);
+            let mut walk = by_team(&EXPERT_MLP_FEW, 4, THREADS);
             walk.constants.push(("GROUPED", 0));
             return walk;
         }
         if wide && n_routes <= FEW_ROUTES * op.p.n_experts {
             let (routes, n) = group(op, &ids, FEW_TILE, recorder);
-            let mut walk = by_team(&EXPERT_MLP_FEW, 4);
+            let mut walk = by_team(&EXPERT_MLP_FEW, 4, THREADS);
             walk.constants.push(("GROUPED", 1));
             return Walk { routes, routes_at: n, n, ..walk };
         }
@@ -154,9 +153,12 @@ struct Half {
     x: Slot,
     in_features: u32,
     out_features: u32,
-    /// Elements from the start of a record.
-    weight_start: u32,
-    up_start: u32,
+    /// Columns of a row are a multiple of this where rows are wide.
+    wide_cols: u32,
+    /// Of gate or down, from the start of a record: codes in elements, scales in bytes, globals in words.
+    starts: [u32; 3],
+    /// Rows from a gate row to its up row.
+    to_up: u32,
 }
 
 impl Half {
@@ -167,8 +169,9 @@ impl Half {
             x: recorder.words(&op.x, (op.p.n_rows * op.p.hidden) as usize),
             in_features: op.p.hidden,
             out_features: op.p.intermediate,
-            weight_start: elements(pool, pool.record.gate().codes.start),
-            up_start: elements(pool, pool.record.up().codes.start),
+            wide_cols: wide_cols(pool.record.format),
+            starts: starts(&pool.record.gate_up, pool.record.format),
+            to_up: op.p.intermediate,
         }
     }
 
@@ -179,19 +182,22 @@ impl Half {
             x: Slot::whole(inner),
             in_features: op.p.intermediate,
             out_features: op.p.hidden,
-            weight_start: elements(pool, pool.record.down.codes.start),
-            up_start: 0,
+            wide_cols: wide_cols(pool.record.format),
+            starts: starts(&pool.record.down, pool.record.format),
+            to_up: 0,
         }
     }
 
     fn is_wide(&self) -> bool {
-        self.in_features.is_multiple_of(8) && self.x.is_wide()
+        self.in_features.is_multiple_of(self.wide_cols) && self.x.is_wide()
     }
 }
 
-/// Bytes as elements of the pool's format.
-fn elements(pool: &ExpertPool, bytes: usize) -> u32 {
-    (bytes / pool.record.format.row_bytes(1)) as u32
+/// Where a matrix begins: element of codes, byte of scales, word of globals.
+fn starts(banks: &Banks, format: Format) -> [u32; 3] {
+    // Codes take a whole number of bytes for 32 elements, and banks start at a multiple of those.
+    let element = banks.codes.start / format.row_bytes(32) * 32;
+    [element, banks.scales.start, banks.globals.start / 4].map(|at| at as u32)
 }
 
 /// Dispatches one half for each window of chunks: those of the pool, then those of the bank.
@@ -232,8 +238,10 @@ fn windows(
             banked(first),
             banked(end) - banked(first),
             (pool.record.bytes / 16) as u32,
-            half.weight_start,
-            half.up_start,
+            half.starts[0],
+            half.starts[1],
+            half.starts[2],
+            half.to_up,
             half.out.at(4),
             half.x.at(4),
             walk.routes_at,

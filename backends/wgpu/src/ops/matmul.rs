@@ -1,7 +1,9 @@
 //! See [`freetoken_backend::MatMul`]: one row or a few read each weight once, many are computed in tiles. A matrix in several pieces,
-//! or larger than a binding, takes a dispatch for each run of rows that can be bound at once.
+//! or larger than a binding, takes a dispatch for each run of rows that can be bound at once; then a GLU's up rows come first.
 
-use freetoken_backend::{MatMul, Matrix, Weight};
+use std::ops::Range;
+
+use freetoken_backend::{Format, MatMul, Matrix, View, Weight};
 
 use crate::{
     device::Gpu,
@@ -14,6 +16,8 @@ use crate::{
 pub(super) const FEW_ROWS: usize = 16;
 /// Threads of a workgroup whose teams work apart.
 pub(super) const THREADS: u32 = 128;
+/// The same where rows of codes meet x in workgroup memory: x takes many times the bytes of a row, so more rows share it.
+const STAGED_THREADS: u32 = 256;
 /// Rows and outputs of a tile.
 const TILE: u32 = 64;
 
@@ -22,14 +26,56 @@ pub(super) fn window_rows(gpu: &Gpu, row_bytes: usize) -> usize {
     ((gpu.max_binding() - 2 * gpu.align() as usize) / row_bytes).max(1)
 }
 
+/// Rows of a matrix that one dispatch binds.
+fn bound_rows(matrix: &Matrix, gpu: &Gpu) -> usize {
+    let (format, cols) = (matrix.format(), matrix.cols());
+    let banks = [format.row_bytes(cols), format.scale_row_bytes(cols), format.global_row_bytes()];
+    window_rows(gpu, banks.into_iter().max().unwrap_or(1))
+}
+
+/// Columns of a row are a multiple of this where rows are wide: whole vec4s of codes, and eight columns at least.
+pub(super) fn wide_cols(format: Format) -> u32 {
+    match format {
+        Format::F32 | Format::Bf16 | Format::F16 => 8,
+        Format::Fp8 => 16,
+        Format::Nvfp4 | Format::Mxfp4 => 32,
+    }
+}
+
+/// Threads of a workgroup that multiplies rows of this format with a single row.
+pub(super) fn gemv_threads(format: Format) -> u32 {
+    if format.group().is_some() { STAGED_THREADS } else { THREADS }
+}
+
+/// How gate and up meet: `GLU` of matmul.wgsl.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Glu {
+    /// No GLU, or the up rows of one.
+    None = 0,
+    /// In one dispatch.
+    Together = 1,
+    /// The gate rows; up is in `out`.
+    Apart = 2,
+}
+
+fn is_together(op: &MatMul, gpu: &Gpu) -> bool {
+    op.weight.pieces().len() == 1 && op.weight.rows() <= bound_rows(&op.weight, gpu)
+}
+
+/// What the device lacks for it.
+pub(super) fn supports(op: &MatMul, gpu: &Gpu) -> Result<(), String> {
+    if op.is_glu() && op.p.accumulate == 1 && !is_together(op, gpu) {
+        return Err("gate and up cannot be bound together, and their product would be added to `out`".into());
+    }
+    Ok(())
+}
+
 /// Rows of one piece of a matrix.
 struct Run<'a> {
     piece: usize,
     weight: &'a Weight,
     /// Row of the piece.
     first: usize,
-    /// Rows up to the end of the piece.
-    rows: usize,
 }
 
 /// The run that starts at a row of the whole matrix.
@@ -37,7 +83,7 @@ fn run(matrix: &Matrix, row: usize) -> Run<'_> {
     let mut first = row;
     for (piece, weight) in matrix.pieces().iter().enumerate() {
         if first < weight.rows {
-            return Run { piece, weight, first, rows: weight.rows - first };
+            return Run { piece, weight, first };
         }
         first -= weight.rows;
     }
@@ -45,94 +91,107 @@ fn run(matrix: &Matrix, row: usize) -> Run<'_> {
 }
 
 impl Run<'_> {
-    /// The first `rows` rows.
-    fn slot(&self, rows: usize, align: u32) -> Slot {
-        let row_bytes = self.weight.format.row_bytes(self.weight.cols);
-        let start = (self.weight.view.range().start + self.first * row_bytes) as u64;
-        Slot::part(buffer(self.weight.view.buffer()), start, (rows * row_bytes) as u64, align)
+    /// The first `rows` rows of a part of the weight.
+    fn slot(&self, part: &View, row_bytes: usize, rows: usize, align: u32) -> Slot {
+        let start = (part.range().start + self.first * row_bytes) as u64;
+        Slot::part(buffer(part.buffer()), start, (rows * row_bytes) as u64, align)
     }
 }
 
 pub(super) fn record(op: &MatMul, recorder: &mut Recorder<'_>) {
     let outputs = op.p.out_features as usize;
-    let row_bytes = op.weight.format().row_bytes(op.weight.cols());
-    let window = window_rows(recorder.gpu, row_bytes);
-    let whole = recorder.work;
-    let mut done = 0;
-    while done < outputs {
-        let gate = run(&op.weight, done);
-        let up = op.is_glu().then(|| run(&op.weight, outputs + done));
-        let rows =
-            gate.rows.min(outputs - done).min(window).min(up.as_ref().map_or(usize::MAX, |up| up.rows));
-        recorder.work = whole * rows as u64 / outputs as u64;
-        part(op, recorder, &gate, up.as_ref(), done, rows);
-        done += rows;
+    if !op.is_glu() {
+        windows(op, recorder, 0, Glu::None);
+    } else if is_together(op, recorder.gpu) {
+        part(op, recorder, &run(&op.weight, 0), 0..outputs, Glu::Together);
+    } else {
+        windows(op, recorder, outputs, Glu::None);
+        windows(op, recorder, 0, Glu::Apart);
     }
 }
 
-/// Outputs `first .. first + rows`.
-fn part(
-    op: &MatMul,
-    recorder: &mut Recorder<'_>,
-    gate: &Run<'_>,
-    up: Option<&Run<'_>>,
-    first: usize,
-    rows: usize,
-) {
-    let p = &op.p;
+/// All outputs, from the rows that begin at row `top`.
+fn windows(op: &MatMul, recorder: &mut Recorder<'_>, top: usize, glu: Glu) {
+    let outputs = op.p.out_features as usize;
+    let (whole, most) = (recorder.work, bound_rows(&op.weight, recorder.gpu));
+    let mut done = 0;
+    while done < outputs {
+        let run = run(&op.weight, top + done);
+        let rows = (run.weight.rows - run.first).min(outputs - done).min(most);
+        recorder.work = whole * rows as u64 / op.weight.rows() as u64;
+        part(op, recorder, &run, done..done + rows, glu);
+        done += rows;
+    }
+    recorder.work = whole;
+}
+
+/// Some outputs, from the rows of a run.
+fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<usize>, glu: Glu) {
+    let (p, weight) = (&op.p, run.weight);
     let (n, cols, align) = (p.n_rows as usize, p.in_features as usize, recorder.gpu.align());
-    let element = gate.weight.format.row_bytes(1);
+    let to_up = if glu == Glu::Together { outputs.len() } else { 0 };
+    let (format, rows) = (weight.format, outputs.len() + to_up);
     let out = recorder.words(&op.out, n * p.out_features as usize);
     // With `rows` the data decides which rows of x are read: all of the view is bound.
     let x =
         if op.rows.is_some() { recorder.slot(&op.x, op.x.bytes()) } else { recorder.words(&op.x, n * cols) };
     let gathered = op.rows.as_ref().map_or_else(|| recorder.nothing(), |rows| recorder.words(rows, n));
     let (norm, norm_at, norm_format) = recorder.optional(op.norm.as_ref());
-    let weight = gate.slot(rows, align);
-    let up_weight = up.map_or_else(|| recorder.nothing(), |up| up.slot(rows, align));
-    let bias_of =
-        |run: Option<&Run<'_>>| run.zip(op.bias.as_ref()).map(|(run, bias)| (&bias[run.piece], run.first));
-    let (gate_bias, up_bias) = (bias_of(Some(gate)), bias_of(up));
-    let (bias, bias_at, bias_format) = recorder.optional(gate_bias.map(|(bias, _)| bias));
-    let (up_bias_slot, up_bias_at, _) = recorder.optional(up_bias.map(|(bias, _)| bias));
-    let wide = cols.is_multiple_of(8) && [&x, &norm, &weight, &up_weight].iter().all(|slot| slot.is_wide());
+    let codes = run.slot(&weight.view, format.row_bytes(cols), rows, align);
+    let other = |part: &Option<View>, row_bytes| match part {
+        Some(part) => run.slot(part, row_bytes, rows, align),
+        None => recorder.nothing(),
+    };
+    let scales = other(&weight.scales, format.scale_row_bytes(cols));
+    let globals = other(&weight.globals, format.global_row_bytes());
+    let (bias, bias_at, bias_format) = recorder.optional(op.bias.as_ref().map(|bias| &bias[run.piece]));
+    // Codes of 32 elements take a whole number of bytes in every format.
+    let codes_at = codes.at(1) as usize * 32 / format.row_bytes(32);
+    let scales_at = scales.at(1);
+    assert!(format != Format::Fp8 || scales_at.is_multiple_of(4), "f32 scales lie on words");
+    let wide = p.in_features.is_multiple_of(wide_cols(format))
+        && [&x, &norm, &codes].iter().all(|slot| slot.is_wide())
+        && (format != Format::Nvfp4 || scales_at.is_multiple_of(2));
     let params = [
         p.n_rows,
         p.in_features,
         p.out_features,
         p.eps.to_bits(),
-        first as u32,
-        rows as u32,
+        outputs.start as u32,
+        outputs.len() as u32,
         out.at(4),
         x.at(4),
         gathered.at(4),
         norm_at,
-        weight.at(element),
-        up_weight.at(element),
-        bias_at + gate_bias.map_or(0, |(_, first)| first as u32),
-        up_bias_at + up_bias.map_or(0, |(_, first)| first as u32),
+        codes_at as u32,
+        scales_at,
+        globals.at(4),
+        bias_at + run.first as u32,
+        to_up as u32,
     ];
     let mut constants = vec![
-        ("FORMAT", format_code(gate.weight.format)),
+        ("FORMAT", format_code(format)),
         ("NORM", norm_format),
         ("BIAS", bias_format),
-        ("GLU", up.is_some() as u32),
+        ("GLU", glu as u32),
         ("GATHER", op.rows.is_some() as u32),
         ("ACCUMULATE", p.accumulate),
     ];
     // A team computes so many outputs of a row that four rows of weights are read at a time, or two for a single row.
-    let teams = recorder.gpu.max_teams(THREADS);
-    let per_glu = if up.is_some() { 2 } else { 1 };
+    let threads = if n == 1 { gemv_threads(format) } else { THREADS };
+    let teams = recorder.gpu.max_teams(threads);
+    let per_glu = if glu == Glu::Together { 2 } else { 1 };
+    let rows = outputs.len();
     let (kernel, workgroups) = match n {
         1 if wide => {
             let outputs = teams * 2 / per_glu;
-            constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs)]);
+            constants.extend([("WORKGROUP", threads), ("OUTPUTS", outputs)]);
             (&MATMUL_GEMV, recorder.grid(rows.div_ceil(outputs as usize)))
         }
         2..=FEW_ROWS if wide => {
             let outputs = teams * 4 / per_glu;
             let quads = p.n_rows.div_ceil(4).next_power_of_two();
-            constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("QUADS", quads)]);
+            constants.extend([("WORKGROUP", threads), ("OUTPUTS", outputs), ("QUADS", quads)]);
             (&MATMUL_FEW, recorder.grid(rows.div_ceil(outputs as usize)))
         }
         _ => {
@@ -140,6 +199,6 @@ fn part(
             (&MATMUL_TILED, [(rows as u32).div_ceil(TILE), p.n_rows.div_ceil(TILE), 1])
         }
     };
-    let slots = vec![out, x, gathered, norm, weight, up_weight, bias, up_bias_slot];
+    let slots = vec![out, x, gathered, norm, codes, scales, globals, bias];
     recorder.call(Call { kernel, constants, slots, chunks: &[], params: &params, workgroups });
 }

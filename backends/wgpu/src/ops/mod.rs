@@ -37,7 +37,10 @@ pub(crate) fn supports(op: &Op, gpu: &Gpu) -> Result<(), String> {
     let most = gpu.max_binding() - 2 * gpu.align() as usize;
     for binding in op.spec().bindings() {
         // Matrices are walked through in windows of rows.
-        let in_windows = matches!((op, binding.name), (Op::Embed(_), "table") | (Op::MatMul(_), "weight"));
+        let in_windows = matches!(
+            (op, binding.name),
+            (Op::Embed(_), "table") | (Op::MatMul(_), "weight" | "scales" | "globals")
+        );
         if binding.bytes > most && !in_windows {
             let (name, bytes) = (binding.name, binding.bytes);
             return Err(format!("`{name}` has {bytes} bytes, and the device binds at most {most}"));
@@ -59,9 +62,7 @@ pub(crate) fn supports(op: &Op, gpu: &Gpu) -> Result<(), String> {
         Op::Route(op) if op.p.n_experts as usize > route::MAX_EXPERTS => {
             Err(format!("{} experts; it routes among {} at most", op.p.n_experts, route::MAX_EXPERTS))
         }
-        Op::MatMul(op) if op.weight.format().group().is_some() => {
-            Err(format!("its weight is {}; f32, bf16 and f16 run", op.weight.format()))
-        }
+        Op::MatMul(op) => matmul::supports(op, gpu),
         Op::ExpertMlp(op) => expert_mlp::supports(op, gpu),
         _ => Ok(()),
     }
