@@ -15,6 +15,7 @@ use crate::{
     engine::{Engine, EngineOptions},
     formats::{
         Checkpoint, Dtype, FormatError,
+        ftw::Records,
         generation_config::{GenerationConfig, GenerationConfigError},
         json,
         tokenizer::{Tokenizer, TokenizerError},
@@ -214,6 +215,10 @@ impl WeightSource for Checkpoint {
     fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)> {
         let tensor = self.contains(name).then(|| Checkpoint::tensor(self, name).ok())??;
         Some((tensor.dtype, tensor.shape))
+    }
+
+    fn records(&self, moe_layer: usize) -> Option<Records<'_>> {
+        self.ftw()?.records(moe_layer)
     }
 }
 
