@@ -2,9 +2,9 @@
 //! layer. Knows no architecture but through [`models::load`], and no container but through its writer.
 
 use std::{
+    collections::BTreeMap,
     ffi::OsString,
-    fs,
-    io,
+    fs, io,
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
     thread, time,
@@ -21,10 +21,9 @@ use crate::{
             write::{ClaimError, Plan, Writer},
         },
         quantise::{NotFinite, quantise},
-        write::TensorSpec,
     },
     model_files::ModelFiles,
-    models::{self, Inventory, ModelError, RecordSink, WeightSource, Weights},
+    models::{self, Inventory, ModelError, RecordSink, TensorError, WeightSource, Weights},
 };
 
 /// Most bytes of a shard of tensors that are no experts; experts have a shard a layer.
@@ -42,9 +41,9 @@ pub enum ConvertError {
     /// The directory is taken.
     #[error(transparent)]
     Claim(#[from] ClaimError),
-    /// There is nothing to quantise, or it was done before.
+    /// There is nothing to quantise, it was done before, or the experts are not where a model has them.
     #[error("{model} {why}")]
-    Quantise {
+    Refused {
         /// The source.
         model: String,
         /// Why not.
@@ -56,11 +55,12 @@ pub enum ConvertError {
 pub struct Conversion<'a> {
     files: &'a ModelFiles,
     plan: Plan,
-    /// Tensors by the names that they have in the plan.
-    tensors: Vec<TensorSpec>,
+    /// Shapes of the tensors in the plan, by name.
+    shapes: BTreeMap<String, Vec<usize>>,
     /// How many shards have no experts.
     n_dense_shards: usize,
-    /// What experts become, where there are any.
+    /// How experts are stored in the source, and what they become, where there are any.
+    source_format: Option<Format>,
     record: Option<ExpertRecord>,
     source_bytes: u64,
     /// Files that go along as they are.
@@ -77,7 +77,7 @@ impl<'a> Conversion<'a> {
     pub fn plan(files: &'a ModelFiles, quantised: Option<Format>) -> Result<Self, ConvertError> {
         let checkpoint = files.checkpoint();
         let inventory = Inventory::of_checkpoint(&files.config(), checkpoint, &*devices::reference())?;
-        let refused = |why: String| Err(ConvertError::Quantise { model: files.name(), why });
+        let refused = |why: String| Err(ConvertError::Refused { model: files.name(), why });
         let moe = inventory.sizes.moe.filter(|moe| moe.n_layers > 0);
         let format = match (quantised, inventory.expert_format) {
             (Some(_), None) => return refused("has no routed experts to quantise".into()),
@@ -89,7 +89,7 @@ impl<'a> Conversion<'a> {
             (quantised, found) => quantised.or(found),
         };
         let mut plan = Plan::default();
-        let (mut tensors, mut modules) = (Vec::new(), Vec::<String>::new());
+        let (mut shapes, mut modules) = (BTreeMap::new(), Vec::<String>::new());
         for tensor in &inventory.tensors {
             if let Some(module) = expert_module(&tensor.name) {
                 // All tensors of a layer's experts come one after the other.
@@ -98,18 +98,25 @@ impl<'a> Conversion<'a> {
                 }
                 continue;
             }
+            if shapes.insert(tensor.name.clone(), tensor.shape.clone()).is_some() {
+                continue;
+            }
             if plan.n_shards().checked_sub(1).is_none_or(|last| plan.shard_bytes(last) >= SHARD_BYTES) {
                 plan.begin_shard();
             }
             plan.add_tensor(tensor)?;
-            tensors.push(tensor.clone());
         }
         let n_dense_shards = plan.n_shards();
         let layout = moe
             .zip(format)
             .map(|(moe, format)| (moe, record(format, inventory.sizes.hidden, moe.intermediate)));
         if let Some((moe, record)) = &layout {
-            assert_eq!(modules.len(), moe.n_layers, "each MoE layer has a module of experts");
+            if modules.len() != moe.n_layers {
+                let (found, expected) = (modules.len(), moe.n_layers);
+                return refused(format!(
+                    "names experts of {found} modules, and config.json asks for {expected}"
+                ));
+            }
             for (layer, module) in modules.iter().enumerate() {
                 plan.begin_shard();
                 plan.add_records(layer, record, moe.n_experts, module);
@@ -119,8 +126,9 @@ impl<'a> Conversion<'a> {
         Ok(Conversion {
             files,
             plan,
-            tensors,
+            shapes,
             n_dense_shards,
+            source_format: inventory.expert_format,
             record: layout.map(|(_, record)| record),
             source_bytes: checkpoint.total_bytes(),
             beside,
@@ -157,10 +165,8 @@ impl<'a> Conversion<'a> {
             if writer.is_done(shard) {
                 continue;
             }
-            let specs = |name: &str| self.tensors.iter().find(|tensor| tensor.name == name);
             writer.shard(shard, &mut |name, file| {
-                let TensorSpec { name, shape, .. } = specs(name).expect("planned from these");
-                let tensor = WeightSource::tensor(checkpoint, name, shape);
+                let tensor = WeightSource::tensor(checkpoint, name, &self.shapes[name]);
                 let (_, bytes) = tensor.map_err(|error| io::Error::other(error.to_string()))?;
                 for piece in bytes.as_slice().chunks(WRITE_BYTES) {
                     file.write_all(piece)?;
@@ -206,7 +212,13 @@ impl RecordSink for Layers<'_, '_> {
         from: &ExpertRecord,
         first: &str,
         records: &[u8],
-    ) -> Result<(), FormatError> {
+    ) -> Result<(), TensorError> {
+        let (known, found) = (self.conversion.source_format, from.format);
+        if known != Some(found) {
+            let formats = known.map_or(found.to_string(), |known| format!("{known} and {found}"));
+            let known = "experts of the first layer".into();
+            return Err(TensorError::Mixed { first: known, second: first.into(), formats });
+        }
         let to = self.conversion.record.as_ref().expect("a model with experts has a record planned");
         let progress = &mut *self.progress;
         self.writer.shard(self.conversion.n_dense_shards + moe_layer, &mut |_, file| {

@@ -18,6 +18,7 @@ use crate::{
         ftw::Records,
         generation_config::{GenerationConfig, GenerationConfigError},
         json,
+        read::Transfer,
         tokenizer::{Tokenizer, TokenizerError},
     },
     loading::{self, LoadError},
@@ -219,6 +220,10 @@ impl WeightSource for Checkpoint {
 
     fn records(&self, moe_layer: usize) -> Option<Records<'_>> {
         self.ftw()?.records(moe_layer)
+    }
+
+    fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), TensorError> {
+        Ok(Checkpoint::transfer(self, transfers)?)
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
 
 use freetoken::{
     formats::{
-        Checkpoint, FormatError,
+        Checkpoint, Dtype, FormatError,
         ftw::{Ftw, INDEX_FILE, Kind, index},
     },
     golden,
@@ -150,6 +150,119 @@ fn layouts_that_do_not_run_are_refused_in_a_sentence() {
         let sentence = ModelFiles::open(Some(&folder.join("ftw").join(name))).err().unwrap().to_string();
         assert!(sentence.contains("stores its experts as `mxfp4_triton`"), "{sentence}");
     }
+}
+
+/// Entries and their bytes, laid out as the seed system does, in one shard.
+#[derive(Default)]
+struct ByHand {
+    entries: Vec<Value>,
+    region: Vec<u8>,
+}
+
+impl ByHand {
+    fn add(&mut self, name: &str, kind: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) {
+        let dtype = match dtype {
+            Dtype::BF16 => "bfloat16",
+            Dtype::F8_E4M3 => "float8_e4m3fn",
+            other => panic!("{other} is in none of the sources"),
+        };
+        self.entries.push(json!({
+            "name": name, "kind": kind, "dtype": dtype, "shape": shape, "global_off": self.region.len(), "nbytes": bytes.len()
+        }));
+        self.region.extend_from_slice(bytes);
+        self.region.resize(self.region.len().next_multiple_of(4096), 0);
+    }
+
+    /// One tensor of several on top of each other.
+    fn stack(
+        &mut self,
+        source: &Checkpoint,
+        parts: &[String],
+        name: &str,
+        kind: &str,
+        shape: impl Fn(&[usize], usize) -> Vec<usize>,
+    ) {
+        let parts: Vec<_> = parts.iter().map(|part| source.tensor(part).unwrap()).collect();
+        let bytes = parts.iter().flat_map(|part| part.bytes.as_slice()).copied().collect::<Vec<u8>>();
+        let rows = parts.iter().map(|part| part.shape[0]).sum();
+        self.add(name, kind, parts[0].dtype, &shape(&parts[0].shape, rows), &bytes);
+    }
+
+    fn write(self, quant_format: &str, n_layers: usize) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let index = json!({
+            "format": "freetoken_weight", "version": 1, "align": 4096, "shard_limit": 1 << 30, "total_bytes": self.region.len(),
+            "tensors": self.entries, "quant_format": quant_format, "expert_bank_num_layers": n_layers,
+            "shards": [{ "file": "freetoken-00000.ftw", "global_off": 0, "nbytes": self.region.len() }],
+        });
+        fs::write(dir.path().join(INDEX_FILE), index.to_string()).unwrap();
+        fs::write(dir.path().join("freetoken-00000.ftw"), self.region).unwrap();
+        dir
+    }
+}
+
+fn same_tensors(found: &Checkpoint, wanted: &Checkpoint) {
+    assert!(found.tensor_names().eq(wanted.tensor_names()));
+    for name in wanted.tensor_names() {
+        let (found, wanted) = (found.tensor(name).unwrap(), wanted.tensor(name).unwrap());
+        assert_eq!((found.dtype, &found.shape), (wanted.dtype, &wanted.shape), "{name}");
+        assert!(found.bytes.as_slice() == wanted.bytes.as_slice(), "{name}");
+    }
+}
+
+/// Banks of 128 x 128 blocks, each one entry for all layers, as the seed system's description says.
+#[test]
+fn flat_banks_of_fp8_blocks_are_cut_into_experts() {
+    let dir = root().join("tests/golden/qwen3_moe-fp8-block");
+    let source = Checkpoint::open(&dir).unwrap();
+    let mut by_hand = ByHand::default();
+    for name in source.tensor_names().filter(|name| !name.contains(".experts.")) {
+        let tensor = source.tensor(name).unwrap();
+        by_hand.add(name, "weight", tensor.dtype, &tensor.shape, tensor.bytes.as_slice());
+    }
+    let config = read_json(&dir.join("config.json"));
+    let count = |field: &str| config[field].as_u64().unwrap() as usize;
+    let (n_layers, n_experts) = (count("num_hidden_layers"), count("num_experts"));
+    for (bank, parts) in [("gate_up", &["gate_proj", "up_proj"][..]), ("down", &["down_proj"])] {
+        for (end, tensor) in [("", "weight"), ("_scale", "weight_scale_inv")] {
+            let experts = (0..n_layers).flat_map(|l| (0..n_experts).map(move |e| (l, e)));
+            let names: Vec<String> = experts
+                .flat_map(|(l, e)| {
+                    parts.iter().map(move |part| format!("model.layers.{l}.mlp.experts.{e}.{part}.{tensor}"))
+                })
+                .collect();
+            let all = n_layers * n_experts;
+            by_hand.stack(&source, &names, &format!("{bank}{end}"), "experts_bank", |first, rows| {
+                vec![all, rows / all, first[1]]
+            });
+        }
+    }
+    let made = by_hand.write("fp8_block", n_layers);
+    same_tensors(&Checkpoint::open(made.path()).unwrap(), &source);
+}
+
+#[test]
+fn fused_projections_are_cut_where_they_were_joined() {
+    let source = Checkpoint::open(&root().join("tests/golden/qwen3-bf16")).unwrap();
+    let mut by_hand = ByHand::default();
+    for name in source.tensor_names() {
+        let fused = |first: &str, all: &[&str], fused: &str| {
+            let names = all.iter().map(|part| name.replace(first, part)).collect::<Vec<_>>();
+            (names, name.replace(first, fused))
+        };
+        let (names, fused) = if name.contains("q_proj") {
+            fused("q_proj", &["q_proj", "k_proj", "v_proj"], "qkv_proj")
+        } else if name.contains("gate_proj") {
+            fused("gate_proj", &["gate_proj", "up_proj"], "gate_up_proj")
+        } else if ["k_proj", "v_proj", "up_proj"].iter().any(|part| name.contains(part)) {
+            continue;
+        } else {
+            (vec![name.to_owned()], name.to_owned())
+        };
+        by_hand.stack(&source, &names, &fused, "weight", |first, rows| [&[rows], &first[1..]].concat());
+    }
+    assert!(by_hand.entries.iter().any(|entry| entry["name"].as_str().unwrap().contains("gate_up_proj")));
+    same_tensors(&Checkpoint::open(by_hand.write("bf16", 0).path()).unwrap(), &source);
 }
 
 /// A directory of the tests whose index is edited.

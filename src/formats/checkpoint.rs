@@ -14,12 +14,16 @@ use serde::Deserialize;
 use super::error::{FormatError, shorten};
 use super::ftw;
 use super::json::{self, UniqueMap};
+use super::read::{Read, Transfer, copy, read_all};
 use super::safetensors::{Shard, Tensor};
 
 /// The weights when they are one file.
 pub(super) const SINGLE_FILE: &str = "model.safetensors";
 /// The list of shards when they are several.
 pub(super) const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Runs of so many bytes are read rather than copied from the mapping.
+const READ_BYTES: usize = 256 << 10;
 
 /// A model's files, checked: every tensor is in exactly one shard, and every shard keeps its format's rules.
 #[derive(Debug)]
@@ -127,6 +131,32 @@ impl Checkpoint {
             n_tensors: self.tensor_names().len(),
             nearest: self.tensor_names().max_by_key(|candidate| likeness(candidate, name)).map(shorten),
         })
+    }
+
+    /// Copies bytes of its tensors. Long runs are read from their file, many at once and past the page cache; short ones, which lie
+    /// among others that were looked at, are copied from the mapping.
+    ///
+    /// # Errors
+    /// [`FormatError::ReadAt`] naming file and offset of a read that failed.
+    pub fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), FormatError> {
+        let Container::Safetensors { shards, .. } = &self.container else {
+            copy(transfers);
+            return Ok(());
+        };
+        let (long, short): (Vec<_>, Vec<_>) =
+            transfers.into_iter().partition(|transfer| transfer.into.len() >= READ_BYTES);
+        let (mut reads, mut unknown) = (Vec::new(), short);
+        for transfer in long {
+            match shards.iter().find_map(|shard| shard.locate(&transfer.from)) {
+                Some((file, offset)) => reads.push(Read { file: file.open()?, offset, into: transfer.into }),
+                None => unknown.push(transfer),
+            }
+        }
+        copy(unknown);
+        match reads.is_empty() {
+            true => Ok(()),
+            false => read_all(reads, &mut |_| ()),
+        }
     }
 
     /// The content of a text file beside the weights (`config.json`, `tokenizer.json`, `chat_template.jinja` ...), at

@@ -4,14 +4,18 @@
 
 use std::{
     io,
+    path::{Path, PathBuf},
     sync::{
-        Mutex, PoisonError,
+        Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
 };
 
-use freetoken_backend::os::{self, AnonymousMemory, DIRECT_ALIGN, DirectFile};
+use freetoken_backend::{
+    HostBytes,
+    os::{self, AnonymousMemory, DIRECT_ALIGN, DirectFile},
+};
 
 use super::FormatError;
 
@@ -19,6 +23,50 @@ use super::FormatError;
 const N_READERS: usize = 16;
 /// Bytes of a request.
 const CHUNK: usize = 4 << 20;
+
+/// A file that is opened for such reads when the first of them comes.
+#[derive(Debug)]
+pub(super) struct LazyFile {
+    path: PathBuf,
+    file: OnceLock<DirectFile>,
+}
+
+impl LazyFile {
+    pub(super) fn new(path: &Path) -> Self {
+        LazyFile { path: path.to_path_buf(), file: OnceLock::new() }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The file, open.
+    ///
+    /// # Errors
+    /// The system's refusal.
+    pub(super) fn open(&self) -> Result<&DirectFile, FormatError> {
+        if self.file.get().is_none() {
+            let opened =
+                DirectFile::open(&self.path).map_err(|source| FormatError::read(&self.path, source))?;
+            // Another thread may have been first; either file will do.
+            let _ = self.file.set(opened);
+        }
+        Ok(self.file.get().expect("set above"))
+    }
+}
+
+/// Bytes that are mapped, and where a copy of them goes, which is as long.
+pub struct Transfer<'a> {
+    /// What is copied.
+    pub from: HostBytes,
+    /// Where to.
+    pub into: &'a mut [u8],
+}
+
+/// Copies from the mapping.
+pub fn copy(transfers: Vec<Transfer<'_>>) {
+    transfers.into_iter().for_each(|Transfer { from, into }| into.copy_from_slice(from.as_slice()));
+}
 
 /// Bytes of a file and the memory that they go to, as many as that holds.
 pub struct Read<'a> {

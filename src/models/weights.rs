@@ -13,6 +13,7 @@ use crate::{
         Dtype, FormatError,
         ftw::Records,
         quantised::{HostMatrix, QuantisedError, Scheme, check_record},
+        read::{self, Transfer},
         write::TensorSpec,
     },
     moe::ExpertBanks,
@@ -36,6 +37,15 @@ pub trait WeightSource {
     /// names.
     fn records(&self, _moe_layer: usize) -> Option<Records<'_>> {
         None
+    }
+
+    /// Copies bytes of tensors that it gave, in whatever way is fastest.
+    ///
+    /// # Errors
+    /// [`TensorError`] for bytes that cannot be read.
+    fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), TensorError> {
+        read::copy(transfers);
+        Ok(())
     }
 
     /// Whether all values are zeros that stand for others, which nobody should judge.
@@ -111,17 +121,17 @@ pub trait RecordSink {
     /// Whether it has no use for the experts of this MoE layer, which are then not loaded.
     fn has(&self, moe_layer: usize) -> bool;
 
-    /// Takes the records of a layer, one behind the other. `first` is the name of a tensor of the first.
+    /// Takes the records of a layer, one behind the other. `first` is the name of a tensor of the first, or of their module.
     ///
     /// # Errors
-    /// [`FormatError`] for what it cannot keep.
+    /// [`TensorError`] for what it cannot keep.
     fn take(
         &mut self,
         moe_layer: usize,
         record: &ExpertRecord,
         first: &str,
         records: &[u8],
-    ) -> Result<(), FormatError>;
+    ) -> Result<(), TensorError>;
 }
 
 /// Loads weights onto a device, and routed experts onto it or into host banks.
@@ -334,12 +344,14 @@ impl<'a> Weights<'a> {
         let (format, first) = first.expect("a layer has experts");
         let record = record(format, hidden, intermediate);
         if let LoadedExperts::Banked(_) = self.experts {
+            let source = self.source;
             self.bank(&record, n_experts, first, |bank, _| {
-                for (matrices, place) in fetched.iter().zip(bank.chunks_exact_mut(record.bytes)) {
-                    assemble(&record, matrices, place);
-                    // What is copied need not stay in the page cache as well.
-                    matrices.iter().for_each(|matrix| os::drop_pages(matrix.codes.as_slice()));
-                }
+                let records = fetched.iter().zip(bank.chunks_exact_mut(record.bytes));
+                source.transfer(
+                    records.flat_map(|(matrices, into)| assemble(&record, matrices, into)).collect(),
+                )?;
+                // What is copied need not stay in the page cache as well.
+                fetched.iter().flatten().for_each(|matrix| os::drop_pages(matrix.codes.as_slice()));
                 Ok(())
             })?;
             return Ok(moe_layer);
@@ -355,7 +367,7 @@ impl<'a> Weights<'a> {
             Experts::InPlace(experts.into())
         } else {
             self.resident(&record, n_experts, 1, |experts, into, _| {
-                assemble(&record, &fetched[experts.start], into);
+                read::copy(assemble(&record, &fetched[experts.start], into));
                 Ok(())
             })?
         };
@@ -436,13 +448,11 @@ impl<'a> Weights<'a> {
         }
         let mut bank = self.backend.alloc_host(n_experts * record.bytes)?;
         fill(&mut bank.as_mut_slice()[..n_experts * record.bytes], self.progress)?;
-        match &mut self.sink {
-            Some(sink) => {
-                let records = &bank.as_slice()[..n_experts * record.bytes];
-                sink.take(self.n_moe_layers - 1, record, &first, records).map_err(TensorError::from)?;
-            }
-            None => drop(banks.push(record.clone(), n_experts, bank)),
+        if let Some(sink) = &mut self.sink {
+            let records = &bank.as_slice()[..n_experts * record.bytes];
+            return Ok(sink.take(self.n_moe_layers - 1, record, &first, records)?);
         }
+        banks.push(record.clone(), n_experts, bank);
         self.first_expert = first;
         Ok(())
     }
@@ -503,13 +513,26 @@ fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError> {
     }
 }
 
-/// One record from the gate, up and down matrices of an expert.
-fn assemble(record: &ExpertRecord, [gate, up, down]: &[HostMatrix; 3], into: &mut [u8]) {
-    for (matrix, banks) in [(gate, &record.gate()), (up, &record.up()), (down, &record.down)] {
-        for (bytes, place) in parts(matrix, banks) {
-            into[place].copy_from_slice(bytes.as_slice());
-        }
-    }
+/// What makes one record of the gate, up and down matrices of an expert.
+fn assemble<'r>(
+    record: &ExpertRecord,
+    [gate, up, down]: &[HostMatrix; 3],
+    mut into: &'r mut [u8],
+) -> Vec<Transfer<'r>> {
+    let banks = [(gate, record.gate()), (up, record.up()), (down, record.down.clone())];
+    let mut places: Vec<_> = banks.iter().flat_map(|(matrix, banks)| parts(matrix, banks)).collect();
+    places.sort_by_key(|(_, place)| place.start);
+    let mut end = 0;
+    let mut cut = |to: usize| {
+        let part = into.split_off_mut(..to - end).expect("the parts of a record lie in it");
+        end = to;
+        part
+    };
+    let transfer = |(from, place): (&HostBytes, Range<usize>)| {
+        cut(place.start);
+        Transfer { from: from.clone(), into: cut(place.end) }
+    };
+    places.into_iter().map(transfer).collect()
 }
 
 /// The parts of a matrix and the banks that they belong in.

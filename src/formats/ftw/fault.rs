@@ -99,7 +99,7 @@ pub enum IndexFault {
     #[error("has experts of {experts} layers and routers of {routers}; convert again")]
     Layers {
         /// Layers with experts.
-        experts: usize,
+        experts: u64,
         /// Layers with a router.
         routers: usize,
     },

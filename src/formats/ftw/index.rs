@@ -249,6 +249,9 @@ fn records(file: Option<RecordFile>, dtype: Dtype, shape: &[usize]) -> Result<Ki
     if widths.iter().any(|&width| width == 0 || width > MAX_WIDTH || !format.takes_cols(width)) {
         return wrong(format!("{hidden} x {intermediate}, which {format} weights cannot have"));
     }
+    if !module.ends_with(".experts") {
+        return wrong(format!("the module `{}`, which is none of experts", shorten(&module)));
+    }
     let record = record(format, hidden, intermediate);
     match *shape {
         [n_experts, bytes] if dtype == Dtype::U8 && n_experts > 0 && bytes == record.bytes => {

@@ -19,7 +19,8 @@ use std::{collections::BTreeMap, path::Path};
 
 use freetoken_backend::HostBytes;
 
-use super::{FormatError, Tensor, json};
+use super::{FormatError, Tensor, error::shorten, json, mapped::open_file};
+use fault::IndexFault;
 pub use index::{Entry, Index, Kind};
 use names::View;
 pub use records::Records;
@@ -33,6 +34,8 @@ pub const JOURNAL_FILE: &str = "freetoken_convert.json";
 /// A directory whose index and shards are checked and mapped.
 #[derive(Debug)]
 pub struct Ftw {
+    /// Path of the index.
+    label: String,
     index: Index,
     region: Region,
 }
@@ -47,7 +50,7 @@ impl Ftw {
         let label = path.display().to_string();
         let index = index::parse(&label, &json::read_bytes(&path, json::CONFIG_LIMIT)?)?;
         let region = Region::open(dir, &label, &index)?;
-        Ok(Ftw { index, region })
+        Ok(Ftw { label, index, region })
     }
 
     /// What lies where.
@@ -55,9 +58,36 @@ impl Ftw {
         &self.index
     }
 
+    /// Compares each shard with the checksum that its writer took, where it took one; `progress` hears the bytes. Gives how many
+    /// were compared.
+    ///
+    /// # Errors
+    /// [`FormatError`] naming the shard that is another, or cannot be read.
+    pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Result<usize, FormatError> {
+        let mut n_compared = 0;
+        for (shard, path) in self.index.shards.iter().zip(self.region.paths()) {
+            let Some(expected) = shard.sha256.clone() else { continue };
+            let found = open_file(path).and_then(|mut file| {
+                write::checksum(&mut file, progress).map_err(|e| FormatError::read(path, e))
+            })?;
+            if found != expected.to_lowercase() {
+                let (file, expected) = (self.label.clone(), shorten(&expected));
+                let fault = IndexFault::Checksum { shard: shard.file.clone(), expected, found };
+                return Err(FormatError::Index { file, fault });
+            }
+            n_compared += 1;
+        }
+        Ok(n_compared)
+    }
+
     /// Bytes of all entries.
     pub fn n_bytes(&self) -> u64 {
         self.index.entries.iter().map(|entry| entry.range.end - entry.range.start).sum()
+    }
+
+    /// Bytes of all shards.
+    pub fn region_bytes(&self) -> u64 {
+        self.index.shards.last().map_or(0, |shard| shard.range.end)
     }
 
     /// The bytes of an entry.
@@ -86,8 +116,8 @@ impl Tensors {
     pub fn open(dir: &Path) -> Result<Self, FormatError> {
         let ftw = Ftw::open(dir)?;
         let label = dir.join(INDEX_FILE).display().to_string();
-        let views = names::views(&label, &ftw.index)?;
         let layers = records::layers(&label, &ftw.index)?;
+        let views = names::views(&label, &ftw.index)?;
         Ok(Tensors { ftw, views, layers })
     }
 

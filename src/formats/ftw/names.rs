@@ -81,7 +81,9 @@ pub(super) fn views(label: &str, index: &Index) -> Result<BTreeMap<String, View>
     let by_name: BTreeMap<&str, &Entry> = weights().map(|entry| (entry.name.as_str(), entry)).collect();
     let mut views = BTreeMap::new();
     for entry in weights() {
-        let pieces = fused(entry, &by_name).unwrap_or_else(|| vec![(entry.name.clone(), rows(entry))]);
+        // A source of ours may have tensors of these names by itself.
+        let pieces = index.quant_format.as_ref().and_then(|_| fused(entry, &by_name));
+        let pieces = pieces.unwrap_or_else(|| vec![(entry.name.clone(), rows(entry))]);
         let mut top = 0;
         for (name, rows) in pieces {
             if views.insert(name, rows_of(entry, top..top + rows)).is_some() {
@@ -109,9 +111,9 @@ pub(super) fn views(label: &str, index: &Index) -> Result<BTreeMap<String, View>
         other => return Err(wrong(IndexFault::Layout { layout: shorten(other) })),
     };
     let modules = expert_modules(by_name.keys().copied());
-    let n_layers = index.n_bank_layers.unwrap_or(0).min(usize::MAX as u64) as usize;
-    if modules.len() != n_layers {
-        return Err(wrong(IndexFault::Layers { experts: n_layers, routers: modules.len() }));
+    let (n_layers, experts) = (modules.len(), index.n_bank_layers.unwrap_or(0));
+    if n_layers as u64 != experts {
+        return Err(wrong(IndexFault::Layers { experts, routers: n_layers }));
     }
     let banks = Banks { label, layout, parts, n_layers, entries: &banks };
     banks.check_names()?;

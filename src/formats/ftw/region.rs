@@ -1,21 +1,14 @@
 //! The one run of bytes that the shards are together, mapped. Knows places, not what lies there.
 
-use std::{
-    ops::Range,
-    path::{Path, PathBuf},
-    sync::{Arc, OnceLock},
-};
+use std::{ops::Range, path::Path, sync::Arc};
 
-use freetoken_backend::{
-    HostBytes,
-    os::{self, DirectFile},
-};
+use freetoken_backend::{HostBytes, os};
 
 use super::{
     super::{
         FormatError,
         mapped::MappedFile,
-        read::{Read, read_all},
+        read::{LazyFile, Read, read_all},
     },
     fault::IndexFault,
     index::Index,
@@ -29,23 +22,10 @@ pub(super) struct Region {
 
 #[derive(Debug)]
 struct Shard {
-    path: PathBuf,
     range: Range<u64>,
     bytes: HostBytes,
-    /// The same file for reads past the mapping, opened by the first of them.
-    file: OnceLock<DirectFile>,
-}
-
-impl Shard {
-    fn file(&self) -> Result<&DirectFile, FormatError> {
-        if self.file.get().is_none() {
-            let opened =
-                DirectFile::open(&self.path).map_err(|source| FormatError::read(&self.path, source))?;
-            // Another thread may have been first; either file will do.
-            let _ = self.file.set(opened);
-        }
-        Ok(self.file.get().expect("set above"))
-    }
+    /// The same file for reads past the mapping.
+    file: LazyFile,
 }
 
 impl Region {
@@ -74,9 +54,14 @@ impl Region {
                 let fault = IndexFault::ShardLength { shard: shard.file.clone(), expected, found };
                 return Err(FormatError::Index { file: label.to_string(), fault });
             }
-            shards.push(Shard { path, range: shard.range.clone(), bytes, file: OnceLock::new() });
+            shards.push(Shard { range: shard.range.clone(), bytes, file: LazyFile::new(&path) });
         }
         Ok(Region { shards })
+    }
+
+    /// Where the shards are, in their order.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(|shard| shard.file.path())
     }
 
     /// Bytes of the region, which lie inside: a slice of a mapping, or a copy where they lie in several shards.
@@ -90,7 +75,7 @@ impl Region {
         if part.len() == len {
             return Ok(first.bytes.slice(part));
         }
-        let mut whole = os::anonymous(len).map_err(|source| FormatError::read(&first.path, source))?;
+        let mut whole = os::anonymous(len).map_err(|source| FormatError::read(first.file.path(), source))?;
         let mut end = 0;
         for (shard, part) in self.parts(range) {
             whole.as_mut()[end..end + part.len()].copy_from_slice(&shard.bytes.as_slice()[part.clone()]);
@@ -113,7 +98,7 @@ impl Region {
         let mut reads = Vec::new();
         for (shard, part) in self.parts(range) {
             let into = into.split_off_mut(..part.len()).expect("memory for the whole range");
-            reads.push(Read { file: shard.file()?, offset: part.start as u64, into });
+            reads.push(Read { file: shard.file.open()?, offset: part.start as u64, into });
         }
         read_all(reads, progress)
     }
