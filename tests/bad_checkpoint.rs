@@ -226,7 +226,11 @@ fn bad_paths_end_in_a_sentence() {
     refuses(&at("absent"), "absent directory", "absent does not exist");
     refuses(&at("model.safetensors"), "file for a directory", "is a file; give the directory");
     refuses(&at("model.safetensors").join("deeper"), "below a file", "cannot read");
-    refuses(directory(&[("pytorch_model.bin", b"x")]).path(), "no weights", "neither model.safetensors nor");
+    refuses(
+        directory(&[("pytorch_model.bin", b"x")]).path(),
+        "no weights",
+        "holds none of model.safetensors",
+    );
 
     for name in ["model.safetensors", "model.safetensors.index.json"] {
         let dir = directory(&[]);
