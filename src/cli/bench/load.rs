@@ -204,7 +204,7 @@ impl Disk {
                 if path.extension().is_some_and(|end| end == "safetensors" || end == "ftw") {
                     let read = || -> std::io::Result<_> {
                         let file = DirectFile::open(&path)?;
-                        let len = file.len()?;
+                        let len = file.n_bytes()?;
                         Ok((file, len))
                     };
                     let (file, len) = read().with_context(|| format!("cannot read {}", path.display()))?;

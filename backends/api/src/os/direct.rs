@@ -44,7 +44,7 @@ impl DirectFile {
     ///
     /// # Errors
     /// The system's refusal.
-    pub fn len(&self) -> io::Result<u64> {
+    pub fn n_bytes(&self) -> io::Result<u64> {
         Ok(self.buffered.metadata()?.len())
     }
 
@@ -98,7 +98,7 @@ mod tests {
         let bytes: Vec<u8> = (0..3 * DIRECT_ALIGN + 100).map(|i| (i * 7 % 251) as u8).collect();
         std::fs::write(&path, &bytes).unwrap();
         let file = DirectFile::open(&path).unwrap();
-        assert_eq!((file.path(), file.len().unwrap()), (path.as_path(), bytes.len() as u64));
+        assert_eq!((file.path(), file.n_bytes().unwrap()), (path.as_path(), bytes.len() as u64));
         file.forget_cached();
         let mut memory = os::anonymous(4 * DIRECT_ALIGN).unwrap();
         let into = memory.as_mut();
