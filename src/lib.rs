@@ -6,6 +6,7 @@
 
 pub mod chat;
 pub mod cli;
+pub mod convert;
 pub mod devices;
 pub mod engine;
 pub mod formats;

@@ -15,8 +15,10 @@ use crate::{
     engine::{Engine, EngineOptions},
     formats::{
         Checkpoint, Dtype, FormatError,
+        ftw::Records,
         generation_config::{GenerationConfig, GenerationConfigError},
         json,
+        read::Transfer,
         tokenizer::{Tokenizer, TokenizerError},
     },
     hub,
@@ -215,6 +217,14 @@ impl WeightSource for Checkpoint {
     fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)> {
         let tensor = self.contains(name).then(|| Checkpoint::tensor(self, name).ok())??;
         Some((tensor.dtype, tensor.shape))
+    }
+
+    fn records(&self, moe_layer: usize) -> Option<Records<'_>> {
+        self.ftw()?.records(moe_layer)
+    }
+
+    fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), TensorError> {
+        Ok(Checkpoint::transfer(self, transfers)?)
     }
 }
 

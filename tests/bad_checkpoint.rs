@@ -226,7 +226,11 @@ fn bad_paths_end_in_a_sentence() {
     refuses(&at("absent"), "absent directory", "absent does not exist");
     refuses(&at("model.safetensors"), "file for a directory", "is a file; give the directory");
     refuses(&at("model.safetensors").join("deeper"), "below a file", "cannot read");
-    refuses(directory(&[("pytorch_model.bin", b"x")]).path(), "no weights", "neither model.safetensors nor");
+    refuses(
+        directory(&[("pytorch_model.bin", b"x")]).path(),
+        "no weights",
+        "holds none of model.safetensors",
+    );
 
     for name in ["model.safetensors", "model.safetensors.index.json"] {
         let dir = directory(&[]);
@@ -288,7 +292,7 @@ fn embedded_files_are_a_checkpoint() {
     assert_eq!(checkpoint.tensor("w").unwrap().bytes.as_slice(), [0; 4]);
     assert_eq!(checkpoint.file("config.json").unwrap().unwrap().as_ref(), b"{}");
     assert!(checkpoint.file("tokenizer.json").unwrap().is_none());
-    assert!(sentence(Checkpoint::from_files("demo", &[]), "no files").starts_with("demo holds neither"));
+    assert!(sentence(Checkpoint::from_files("demo", &[]), "no files").starts_with("demo holds none of"));
 }
 
 #[test]

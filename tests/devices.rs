@@ -4,9 +4,10 @@
 
 mod on_every_device;
 
-use std::{path::PathBuf, sync::Arc};
+use std::{fs, path::PathBuf, sync::Arc};
 
 use freetoken::{
+    convert::Conversion,
     engine::{Engine, EngineOptions},
     golden,
     model_files::ModelFiles,
@@ -31,14 +32,26 @@ fn path(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
+/// The first of them as an FTW directory, whose experts a device takes as records.
+fn converted() -> tempfile::TempDir {
+    let (source, out) = (path("tests/golden").join(GOLDEN[0]), tempfile::tempdir().unwrap());
+    let files = ModelFiles::open(Some(&source)).unwrap();
+    Conversion::plan(&files, None).unwrap().run(out.path(), false, &mut |_| ()).unwrap();
+    fs::copy(source.join("expected.safetensors"), out.path().join("expected.safetensors")).unwrap();
+    out
+}
+
 #[test]
 fn every_device_gives_the_golden_outputs() {
+    let converted = converted();
+    let dirs = GOLDEN.map(|name| path("tests/golden").join(name));
     for precision in [Precision::F32, Precision::Auto] {
         on_every_device::run(precision, |device| {
-            for name in GOLDEN {
-                let report = golden::run(&path("tests/golden").join(name), &device).unwrap();
+            for dir in dirs.iter().map(PathBuf::as_path).chain([converted.path()]) {
+                let report = golden::run(dir, &device).unwrap();
                 let caps = device.caps();
                 let n = report.checks.len();
+                let name = dir.display();
                 println!("{} ({}) {precision}: {name}: {n} checks", caps.backend, caps.device);
                 assert!(report.passed(), "{} {precision} {name}\n{report}", caps.device);
             }

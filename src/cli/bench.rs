@@ -3,6 +3,7 @@
 mod cache;
 mod elastic;
 mod experts;
+mod load;
 mod ops;
 mod plot;
 mod route_points;
@@ -32,7 +33,7 @@ use crate::devices::ReadProbe;
 /// How often memory is read to learn how fast it is.
 const READ_PASSES: usize = 8;
 
-/// Measure speed: prompts, decode steps, single ops, experts alone, route points, or an expert cache by a trace.
+/// Measure speed: prompts, decode steps, single ops, experts alone, route points, loading, or an expert cache by a trace.
 ///
 /// Tokens are random and never those that the model draws, since random weights fall into cycles. A decode step must read
 /// each weight once, of the experts those that its tokens choose, and the cache of its sequences; "% of read" is the rate at
@@ -44,6 +45,7 @@ const READ_PASSES: usize = 8;
     group = ArgGroup::new("behind a cache").args(["elastic", "cache_trace"]),
     after_help = "Examples:\n  freetoken bench --like qwen3-30b-a3b --layers 8 --prompt 512,2048 --depth 0,4096 --batch 1,4\n  \
                   freetoken bench --model DIR --ops\n  freetoken bench --expert-mlp --csv experts.csv\n  freetoken bench --route-points\n  \
+                  freetoken bench --load DIR,DIR.ftw\n  \
                   freetoken bench --cache-trace zipf:1.0 --cache 10,25,50 --plot hits.svg"
 )]
 pub(super) struct BenchArgs {
@@ -74,6 +76,11 @@ pub(super) struct BenchArgs {
     /// Measure the experts of a layer alone instead, on experts that are made up (2048x768, top 8, unless a model is given).
     #[arg(long, conflicts_with_all = ["ops", "vram", "expert_cache"])]
     expert_mlp: bool,
+    /// Measure loading instead: experts of each directory from the disk into host memory, beside the rate at which the disk is read.
+    /// FTW directories by records; safetensors by reads, and from their mapping.
+    #[arg(long, value_name = "DIR,...", value_delimiter = ',',
+        conflicts_with_all = ["ops", "expert_mlp", "route_points", "elastic", "cache_trace", "what", "vram", "expert_cache"])]
+    load: Vec<PathBuf>,
     /// With --expert-mlp: how the experts are stored.
     #[arg(long, value_name = "bf16|fp8|nvfp4|mxfp4", default_value = "bf16", value_parser = format, requires = "expert_mlp")]
     format: Format,
@@ -137,6 +144,9 @@ fn format(text: &str) -> Result<Format, String> {
 pub(super) fn run(args: BenchArgs) -> Result<()> {
     if let Some(source) = &args.cache_trace {
         return cache::run(&args, source);
+    }
+    if !args.load.is_empty() {
+        return load::run(&args, &args.load);
     }
     if args.expert_mlp || args.route_points {
         let backend = args.device.open()?;

@@ -2,28 +2,32 @@
 
 use std::{collections::HashSet, path::PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use freetoken_backend::{Format, KvCache, PAGE_TOKENS, os};
 use indicatif::{BinaryBytes, HumanCount};
 use serde_json::{Map, Value, json};
 
-use super::terminal::print_line;
+use super::terminal::{Progress, print_line};
 use crate::{
     devices,
-    formats::quantised::is_left_aside,
+    formats::{Checkpoint, quantised::is_left_aside},
     model_files::ModelFiles,
     models::{self, Inventory, Sizes},
 };
 
-/// Show what a model is made of and whether it fits on this machine. Reads no weights.
+/// Show what a model is made of and whether it fits on this machine. Reads no weights, unless they are to be verified.
 ///
 /// Parameters active a token are all but the experts that a token is not routed to.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  freetoken inspect\n  freetoken inspect DIR --json")]
 pub(super) struct InspectArgs {
-    /// A directory with config.json and *.safetensors, or ORG/NAME of a model that is on this machine [default: the demo model].
+    /// A directory with config.json and *.safetensors or FTW shards, or ORG/NAME of a model that is on this machine
+    /// [default: the demo model].
     model: Option<PathBuf>,
+    /// Read the shards of an FTW directory and compare their checksums.
+    #[arg(long)]
+    verify: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -31,9 +35,21 @@ pub(super) struct InspectArgs {
 
 pub(super) fn run(args: InspectArgs) -> Result<()> {
     let files = ModelFiles::open(args.model.as_deref())?;
+    let n_verified = if args.verify { Some(verify(files.checkpoint())?) } else { None };
     let inventory = Inventory::of_checkpoint(&files.config(), files.checkpoint(), &*devices::reference())?;
-    let report = Report::new(&files, &inventory, os::available_memory())?;
+    let report = Report { n_verified, ..Report::new(&files, &inventory, os::available_memory())? };
     print_line(&if args.json { report.json().to_string() } else { report.text() })
+}
+
+/// Compares the checksums of a checkpoint that has any; gives how many.
+fn verify(checkpoint: &Checkpoint) -> Result<usize> {
+    let Some(tensors) = checkpoint.ftw() else {
+        bail!("{} is no FTW directory: safetensors files have no checksums", checkpoint.dir().display());
+    };
+    let progress = Progress::bytes("verifying", tensors.ftw().region_bytes());
+    let n_verified = tensors.ftw().verify(&mut |bytes| progress.add(bytes))?;
+    progress.finish();
+    Ok(n_verified)
 }
 
 /// Everything that is shown.
@@ -45,6 +61,10 @@ struct Report<'a> {
     has_template: bool,
     /// What else is in the checkpoint and is known.
     left_aside: Option<String>,
+    /// What holds the weights.
+    container: String,
+    /// Shards whose checksums were compared, if they were.
+    n_verified: Option<usize>,
     /// Tensors of the checkpoint that the model does not ask for.
     unused: Vec<String>,
     room: Room,
@@ -60,6 +80,8 @@ impl<'a> Report<'a> {
             inventory,
             has_template: files.template().is_some(),
             left_aside: models::left_aside(files.checkpoint().tensor_names()),
+            container: container(files.checkpoint()),
+            n_verified: None,
             unused: names
                 .filter(|name| !used.contains(name) && !is_left_aside(name) && !models::is_left_aside(name))
                 .map(str::to_owned)
@@ -79,6 +101,8 @@ impl<'a> Report<'a> {
         json!({
             "model": self.name,
             "model_type": self.model_type,
+            "container": self.container,
+            "verified_shards": self.n_verified,
             "parameters": self.inventory.n_params(),
             "active_parameters": self.inventory.n_active_params(),
             "tensors": self.inventory.tensors.len(),
@@ -107,6 +131,10 @@ impl<'a> Report<'a> {
         let mut lines = vec![self.name.clone()];
         let mut line = |name: &str, value: String| lines.push(format!("{name:<14} {value}"));
         line("architecture", self.model_type.clone());
+        line("container", self.container.clone());
+        if let Some(n) = self.n_verified {
+            line("checksums", format!("those of {n} shards are right"));
+        }
         let (all, active) = (self.inventory.n_params(), self.inventory.n_active_params());
         line("parameters", format!("{} in all, {} active a token", HumanCount(all), HumanCount(active)));
         let formats = self
@@ -138,6 +166,20 @@ impl<'a> Report<'a> {
         lines.push(self.room.sentence());
         lines.join("\n")
     }
+}
+
+/// What holds the weights of a checkpoint.
+fn container(checkpoint: &Checkpoint) -> String {
+    let Some(tensors) = checkpoint.ftw() else { return "safetensors".into() };
+    let index = tensors.ftw().index();
+    let experts = match (tensors.records(0), &index.quant_format) {
+        (Some(records), _) => {
+            format!(", an expert is a record of {}", BinaryBytes(records.record().bytes as u64))
+        }
+        (None, Some(layout)) => format!(", experts in banks of {layout}"),
+        (None, None) => String::new(),
+    };
+    format!("FTW in {} shards{experts}", index.shards.len())
 }
 
 /// How many layers of what size.

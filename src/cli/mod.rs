@@ -2,6 +2,7 @@
 //! output, everything else to standard error.
 
 mod bench;
+mod convert;
 mod devices;
 mod eval;
 mod inspect;
@@ -42,6 +43,7 @@ enum Command {
     Pull(pull::PullArgs),
     Eval(eval::EvalArgs),
     Inspect(inspect::InspectArgs),
+    Convert(convert::ConvertArgs),
     Devices(devices::DevicesArgs),
     Synth(synth::SynthArgs),
     Bench(bench::BenchArgs),
@@ -68,6 +70,7 @@ impl Cli {
             Command::Pull(args) => pull::run(args),
             Command::Eval(args) => eval::run(args),
             Command::Inspect(args) => inspect::run(args),
+            Command::Convert(args) => convert::run(args),
             Command::Devices(args) => devices::run(args),
             Command::Synth(args) => synth::run(args),
             Command::Bench(args) => bench::run(args),

@@ -1,8 +1,8 @@
 //! One model's files: a Hugging Face checkpoint directory, or the same set of files embedded in the binary.
 //!
-//! The weights are `model.safetensors`, or the shards that `model.safetensors.index.json` lists. All headers are
-//! checked on opening; tensor bytes stay in the mapping until someone reads them. This file knows names, not what
-//! they mean.
+//! The weights are `model.safetensors`, or the shards that `model.safetensors.index.json` lists, or the entries of an FTW
+//! index. All headers are checked on opening; tensor bytes stay in the mapping until someone reads them. This file knows
+//! names, not what they mean.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::error::{FormatError, shorten};
+use super::ftw;
 use super::json::{self, UniqueMap};
+use super::read::{Read, Transfer, copy, read_all};
 use super::safetensors::{Shard, Tensor};
 
 /// The weights when they are one file.
@@ -20,13 +22,25 @@ pub(super) const SINGLE_FILE: &str = "model.safetensors";
 /// The list of shards when they are several.
 pub(super) const INDEX_FILE: &str = "model.safetensors.index.json";
 
+/// Runs of so many bytes are read rather than copied from the mapping.
+const READ_BYTES: usize = 256 << 10;
+
 /// A model's files, checked: every tensor is in exactly one shard, and every shard keeps its format's rules.
 #[derive(Debug)]
 pub struct Checkpoint {
     source: Source,
-    shards: Vec<Shard>,
-    /// Tensor name to its place in `shards`.
-    places: BTreeMap<String, usize>,
+    container: Container,
+}
+
+/// What holds the tensors.
+#[derive(Debug)]
+enum Container {
+    Safetensors {
+        shards: Vec<Shard>,
+        /// Tensor name to its place in `shards`.
+        places: BTreeMap<String, usize>,
+    },
+    Ftw(ftw::Tensors),
 }
 
 impl Checkpoint {
@@ -55,9 +69,120 @@ impl Checkpoint {
     }
 
     fn load(source: Source) -> Result<Self, FormatError> {
+        let container = Container::open(&source)?;
+        Ok(Self { source, container })
+    }
+
+    /// The directory, or the label of an embedded checkpoint.
+    pub fn dir(&self) -> &Path {
+        self.source.dir()
+    }
+
+    /// The FTW directory that it is, if it is one.
+    pub fn ftw(&self) -> Option<&ftw::Tensors> {
+        match &self.container {
+            Container::Safetensors { .. } => None,
+            Container::Ftw(tensors) => Some(tensors),
+        }
+    }
+
+    /// Whether it holds a tensor of that name.
+    pub fn contains(&self, name: &str) -> bool {
+        match &self.container {
+            Container::Safetensors { places, .. } => places.contains_key(name),
+            Container::Ftw(tensors) => tensors.contains(name),
+        }
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn tensor_names(&self) -> Box<dyn ExactSizeIterator<Item = &str> + '_> {
+        match &self.container {
+            Container::Safetensors { places, .. } => Box::new(places.keys().map(String::as_str)),
+            Container::Ftw(tensors) => Box::new(tensors.names()),
+        }
+    }
+
+    /// Bytes of all tensors.
+    pub fn total_bytes(&self) -> u64 {
+        match &self.container {
+            Container::Safetensors { shards, .. } => shards
+                .iter()
+                .flat_map(|shard| shard.entries().values())
+                .map(|entry| entry.range.len() as u64)
+                .sum(),
+            Container::Ftw(tensors) => tensors.ftw().n_bytes(),
+        }
+    }
+
+    /// The tensor of that name; cheap, since its bytes are a slice of the mapping.
+    ///
+    /// # Errors
+    /// [`FormatError::MissingTensor`] with the most similar name.
+    pub fn tensor(&self, name: &str) -> Result<Tensor, FormatError> {
+        let found = match &self.container {
+            Container::Safetensors { shards, places } => {
+                places.get(name).and_then(|&place| shards[place].tensor(name))
+            }
+            Container::Ftw(tensors) => tensors.tensor(name)?,
+        };
+        found.ok_or_else(|| FormatError::MissingTensor {
+            dir: self.dir().display().to_string(),
+            tensor: shorten(name),
+            n_tensors: self.tensor_names().len(),
+            nearest: self.tensor_names().max_by_key(|candidate| likeness(candidate, name)).map(shorten),
+        })
+    }
+
+    /// Copies bytes of its tensors. Long runs are read from their file, many at once and past the page cache; short ones, which lie
+    /// among others that were looked at, are copied from the mapping.
+    ///
+    /// # Errors
+    /// [`FormatError::ReadAt`] naming file and offset of a read that failed.
+    pub fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), FormatError> {
+        let Container::Safetensors { shards, .. } = &self.container else {
+            copy(transfers);
+            return Ok(());
+        };
+        let (long, short): (Vec<_>, Vec<_>) =
+            transfers.into_iter().partition(|transfer| transfer.into.len() >= READ_BYTES);
+        let (mut reads, mut unknown) = (Vec::new(), short);
+        for transfer in long {
+            match shards.iter().find_map(|shard| shard.locate(&transfer.from)) {
+                Some((file, offset)) => reads.push(Read { file: file.open()?, offset, into: transfer.into }),
+                None => unknown.push(transfer),
+            }
+        }
+        copy(unknown);
+        match reads.is_empty() {
+            true => Ok(()),
+            false => read_all(reads, &mut |_| ()),
+        }
+    }
+
+    /// The content of a text file beside the weights (`config.json`, `tokenizer.json`, `chat_template.jinja` ...), at
+    /// most [`json::TOKENIZER_LIMIT`] bytes for `tokenizer.json` and [`json::CONFIG_LIMIT`] for the rest; `None` if
+    /// there is no such file.
+    ///
+    /// # Errors
+    /// [`FormatError`] when it is there but is no regular file, unreadable, or too large.
+    pub fn file(&self, name: &str) -> Result<Option<Cow<'_, [u8]>>, FormatError> {
+        self.source.file(name)
+    }
+}
+
+impl Container {
+    fn open(source: &Source) -> Result<Self, FormatError> {
+        if let Source::Directory(dir) = source {
+            if dir.join(ftw::INDEX_FILE).exists() {
+                return Ok(Self::Ftw(ftw::Tensors::open(dir)?));
+            }
+            if dir.join(ftw::JOURNAL_FILE).exists() {
+                return Err(FormatError::Unfinished { dir: dir.display().to_string() });
+            }
+        }
         let shards = match source.shard(SINGLE_FILE) {
             Ok(shard) => vec![shard],
-            Err(FormatError::NotFound { .. }) => indexed_shards(&source)?,
+            Err(FormatError::NotFound { .. }) => indexed_shards(source)?,
             Err(error) => return Err(error),
         };
         let mut places: BTreeMap<String, usize> = BTreeMap::new();
@@ -72,55 +197,7 @@ impl Checkpoint {
                 }
             }
         }
-        Ok(Self { source, shards, places })
-    }
-
-    /// The directory, or the label of an embedded checkpoint.
-    pub fn dir(&self) -> &Path {
-        self.source.dir()
-    }
-
-    /// Whether it holds a tensor of that name.
-    pub fn contains(&self, name: &str) -> bool {
-        self.places.contains_key(name)
-    }
-
-    /// The names of all tensors, sorted.
-    pub fn tensor_names(&self) -> impl ExactSizeIterator<Item = &str> {
-        self.places.keys().map(String::as_str)
-    }
-
-    /// Bytes of all tensors.
-    pub fn total_bytes(&self) -> u64 {
-        self.shards
-            .iter()
-            .flat_map(|shard| shard.entries().values())
-            .map(|entry| entry.range.len() as u64)
-            .sum()
-    }
-
-    /// The tensor of that name; cheap, since its bytes are a slice of the mapping.
-    ///
-    /// # Errors
-    /// [`FormatError::MissingTensor`] with the most similar name.
-    pub fn tensor(&self, name: &str) -> Result<Tensor, FormatError> {
-        let found = self.places.get(name).and_then(|&place| self.shards[place].tensor(name));
-        found.ok_or_else(|| FormatError::MissingTensor {
-            dir: self.dir().display().to_string(),
-            tensor: shorten(name),
-            n_tensors: self.places.len(),
-            nearest: self.tensor_names().max_by_key(|candidate| likeness(candidate, name)).map(shorten),
-        })
-    }
-
-    /// The content of a text file beside the weights (`config.json`, `tokenizer.json`, `chat_template.jinja` ...), at
-    /// most [`json::TOKENIZER_LIMIT`] bytes for `tokenizer.json` and [`json::CONFIG_LIMIT`] for the rest; `None` if
-    /// there is no such file.
-    ///
-    /// # Errors
-    /// [`FormatError`] when it is there but is no regular file, unreadable, or too large.
-    pub fn file(&self, name: &str) -> Result<Option<Cow<'_, [u8]>>, FormatError> {
-        self.source.file(name)
+        Ok(Self::Safetensors { shards, places })
     }
 }
 
@@ -164,7 +241,7 @@ fn indexed_shards(source: &Source) -> Result<Vec<Shard>, FormatError> {
 }
 
 /// Whether `name` can only mean a file in the directory itself, on every operating system.
-fn is_plain_file_name(name: &str) -> bool {
+pub(super) fn is_plain_file_name(name: &str) -> bool {
     let forbidden = |c: char| c.is_control() || matches!(c, '/' | '\\' | ':');
     (1..=255).contains(&name.len()) && name != "." && name != ".." && !name.contains(forbidden)
 }

@@ -8,6 +8,8 @@ use std::path::Path;
 
 use ::safetensors::Dtype;
 
+use super::ftw::fault::{EntryFault, IndexFault};
+
 /// Why a file could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum FormatError {
@@ -40,6 +42,16 @@ pub enum FormatError {
     Read {
         /// The path.
         file: String,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// A read at a place failed, or found the file's end.
+    #[error("cannot read {file} at byte {offset}: {source}; check the disk, or copy the file again")]
+    ReadAt {
+        /// The path.
+        file: String,
+        /// Where the read began.
+        offset: u64,
         /// The system's reason.
         source: io::Error,
     },
@@ -111,10 +123,36 @@ pub enum FormatError {
         /// What is wrong.
         fault: TensorFault,
     },
+    /// An FTW index that contradicts itself or its shards.
+    #[error("{file} {fault}")]
+    Index {
+        /// The index.
+        file: String,
+        /// What is wrong.
+        fault: IndexFault,
+    },
+    /// One entry of an FTW index contradicts the index or itself.
+    #[error("{file}: entry `{entry}` {fault}")]
+    Entry {
+        /// The index.
+        file: String,
+        /// The entry.
+        entry: String,
+        /// What is wrong.
+        fault: EntryFault,
+    },
+    /// An FTW directory that is not complete yet.
+    #[error(
+        "{dir} holds a conversion that was not finished; run the same `freetoken convert` again: it goes on"
+    )]
+    Unfinished {
+        /// The directory.
+        dir: String,
+    },
     /// A directory without weights.
     #[error(
-        "{dir} holds neither model.safetensors nor model.safetensors.index.json; give the directory of a \
-         Hugging Face checkpoint in safetensors format"
+        "{dir} holds none of model.safetensors, model.safetensors.index.json and freetoken_weight.json; give the directory of \
+         a Hugging Face checkpoint in safetensors format, or of one that `freetoken convert` wrote"
     )]
     NoWeights {
         /// The directory or label.
@@ -328,6 +366,11 @@ impl FormatError {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::DiskFull { file, bytes },
             _ => Self::Write { file, source },
         }
+    }
+
+    /// Names the entry of an FTW index that `fault` is about.
+    pub(super) fn entry(file: &str, entry: &str, fault: EntryFault) -> Self {
+        Self::Entry { file: file.to_string(), entry: shorten(entry), fault }
     }
 
     /// Names the tensor that `fault` is about.

@@ -10,11 +10,12 @@
 //! | `.weight_packed` U8 | `.weight_scale` U8 | | mxfp4 | compressed-tensors |
 //! | `.weight` I8 | `.scale` F8_E8M0 | | mxfp4 | DeepSeek V4 |
 //!
+//! A global is one number, or one for each row, as the seed system has it.
 //! Codes, and scales of 4-bit codes, are used as they lie in the file. Scales of fp8 are spread: each row gets its own.
 
 use std::sync::Arc;
 
-use freetoken_backend::{Format, HostBytes, e8m0};
+use freetoken_backend::{ExpertRecord, Format, HostBytes, e8m0};
 use half::{bf16, f16};
 
 use super::{Dtype, write::TensorSpec};
@@ -163,19 +164,26 @@ impl Scheme {
         let (spec, scales) = fetch(&name(self.scales), &shapes)?;
         let scales = match format {
             Format::Fp8 if blank => vec![0; rows * format.scale_row_bytes(cols)].into_host(),
-            Format::Fp8 => spread(&spec.shape, rows, groups, &factors(&spec, &scales, format)?).into_host(),
+            Format::Fp8 => {
+                spread(&spec.shape, rows, groups, &factors(&spec, scales.as_slice(), format)?).into_host()
+            }
             _ => {
-                check_scale_codes(&spec, &scales, format, blank)?;
+                check_scale_codes(&spec, scales.as_slice(), format, blank)?;
                 scales
             }
         };
         let globals = match self.global {
             None => None,
             Some(Global::Factor(end) | Global::Divisor(end)) => {
-                let (spec, value) = fetch(&name(end), &whole)?;
-                let value = if blank { 1.0 } else { factors(&spec, &value, format)?[0] };
-                let global = if self.global == Some(Global::Factor(end)) { value } else { 1.0 / value };
-                Some(vec![global; rows].into_host())
+                let (spec, values) = fetch(&name(end), &[&whole[..], &[vec![rows]]].concat())?;
+                let mut globals = if blank { vec![1.0] } else { factors(&spec, values.as_slice(), format)? };
+                if self.global == Some(Global::Divisor(end)) {
+                    globals.iter_mut().for_each(|value| *value = 1.0 / *value);
+                }
+                if globals.len() == 1 {
+                    globals = vec![globals[0]; rows];
+                }
+                Some(globals.into_host())
             }
         };
         Ok(HostMatrix { format, rows, cols, codes, scales: Some(scales), globals })
@@ -210,6 +218,34 @@ pub fn tensors(format: Format, module: &str, [rows, cols]: [usize; 2]) -> Vec<Te
     }
 }
 
+/// Refuses the record of an expert, `module` in a checkpoint, whose scales are wrong.
+///
+/// # Errors
+/// [`QuantisedError::Value`].
+pub fn check_record(record: &ExpertRecord, bytes: &[u8], module: &str) -> Result<(), QuantisedError> {
+    let format = record.format;
+    for (projection, banks) in
+        [("gate_proj", record.gate()), ("up_proj", record.up()), ("down_proj", record.down.clone())]
+    {
+        let spec = |end: &str, dtype| TensorSpec {
+            name: format!("{module}.{projection}{end}"),
+            dtype,
+            shape: Vec::new(),
+        };
+        let (scales, globals) = (&bytes[banks.scales], &bytes[banks.globals]);
+        match format {
+            Format::F32 | Format::Bf16 | Format::F16 => {}
+            Format::Fp8 => drop(factors(&spec(".weight_scale", Dtype::F32), scales, format)?),
+            Format::Nvfp4 => {
+                check_scale_codes(&spec(".weight_scale", Dtype::F8_E4M3), scales, format, false)?;
+                factors(&spec(".weight_scale_2", Dtype::F32), globals, format)?;
+            }
+            Format::Mxfp4 => check_scale_codes(&spec(".weight_scale", Dtype::U8), scales, format, false)?,
+        }
+    }
+    Ok(())
+}
+
 /// Numbers that an allocation holds, as bytes.
 struct Owned<T>(Vec<T>);
 
@@ -230,8 +266,7 @@ impl<T: bytemuck::NoUninit + Send + Sync> IntoHost for Vec<T> {
 }
 
 /// Each element as a number, which must be finite and positive.
-fn factors(spec: &TensorSpec, bytes: &HostBytes, format: Format) -> Result<Vec<f32>, QuantisedError> {
-    let bytes = bytes.as_slice();
+fn factors(spec: &TensorSpec, bytes: &[u8], format: Format) -> Result<Vec<f32>, QuantisedError> {
     let words = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
     let values: Vec<f32> = match spec.dtype {
         Dtype::F32 => bytemuck::allocation::pod_collect_to_vec(bytes),
@@ -252,7 +287,7 @@ fn factors(spec: &TensorSpec, bytes: &HostBytes, format: Format) -> Result<Vec<f
 /// Refuses scales that are no number or negative. Zero is one: writers round the scale of a group of very small weights to it.
 fn check_scale_codes(
     spec: &TensorSpec,
-    bytes: &HostBytes,
+    bytes: &[u8],
     format: Format,
     blank: bool,
 ) -> Result<(), QuantisedError> {
@@ -266,9 +301,9 @@ fn check_scale_codes(
     }
     // The codes above are negative or no number.
     let largest = if format == Format::Nvfp4 { 0x7e } else { 0xfe };
-    match bytes.as_slice().iter().position(|&code| code > largest) {
+    match bytes.iter().position(|&code| code > largest) {
         Some(place) if !blank => {
-            let value = format.scale(bytes.as_slice(), place);
+            let value = format.scale(bytes, place);
             Err(QuantisedError::Value { name: name(), value, place })
         }
         _ => Ok(()),

@@ -17,6 +17,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use super::error::{FormatError, HeaderFault, TensorFault, shorten};
 use super::json::{self, UniqueMap};
 use super::mapped::MappedFile;
+use super::read::LazyFile;
 
 /// The longest header that the format allows, in bytes.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -56,6 +57,8 @@ pub struct Shard {
     label: String,
     bytes: HostBytes,
     entries: BTreeMap<String, Entry>,
+    /// The same file for reads past the mapping; `None` where it is embedded.
+    file: Option<LazyFile>,
 }
 
 impl Shard {
@@ -64,7 +67,8 @@ impl Shard {
     /// # Errors
     /// Those of [`MappedFile::open`] and [`parse`].
     pub fn open(path: &Path) -> Result<Self, FormatError> {
-        Self::check(path.display().to_string(), HostBytes::new(MappedFile::open(path)?))
+        let file = Some(LazyFile::new(path));
+        Self::check(path.display().to_string(), HostBytes::new(MappedFile::open(path)?), file)
     }
 
     /// Checks a file embedded in the binary; `label` names it in errors.
@@ -76,12 +80,20 @@ impl Shard {
     /// If `bytes` does not start at a multiple of 8 bytes, which tensors promise: embed it in an aligned static.
     pub fn from_static(label: String, bytes: &'static [u8]) -> Result<Self, FormatError> {
         assert!(bytes.as_ptr().cast::<u64>().is_aligned(), "{label} is embedded at an unaligned address");
-        Self::check(label, HostBytes::from_static(bytes))
+        Self::check(label, HostBytes::from_static(bytes), None)
     }
 
-    fn check(label: String, bytes: HostBytes) -> Result<Self, FormatError> {
+    fn check(label: String, bytes: HostBytes, file: Option<LazyFile>) -> Result<Self, FormatError> {
         let entries = parse(&label, bytes.as_slice())?;
-        Ok(Self { label, bytes, entries })
+        Ok(Self { label, bytes, entries, file })
+    }
+
+    /// The file that these bytes are mapped from and their place in it, if this is it.
+    pub(super) fn locate(&self, bytes: &HostBytes) -> Option<(&LazyFile, u64)> {
+        let (mapping, bytes) = (self.bytes.as_slice().as_ptr_range(), bytes.as_slice().as_ptr_range());
+        let is_inside = mapping.start <= bytes.start && bytes.end <= mapping.end;
+        let file = self.file.as_ref().filter(|_| is_inside)?;
+        Some((file, (bytes.start.addr() - mapping.start.addr()) as u64))
     }
 
     /// The path or label.

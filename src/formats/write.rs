@@ -192,7 +192,7 @@ impl Write for Counted<'_> {
 }
 
 /// Why filling a file stopped: the disk, or what was to be written.
-enum Failure {
+pub(super) enum Failure {
     Io(io::Error),
     Format(FormatError),
 }
@@ -204,7 +204,7 @@ impl From<io::Error> for Failure {
 }
 
 /// Fills `<path>.tmp` and renames it to `path`; on failure removes it.
-fn replace(
+pub(super) fn replace(
     path: &Path,
     bytes: u64,
     fill: impl FnOnce(&mut dyn Write) -> Result<(), Failure>,

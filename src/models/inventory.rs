@@ -3,12 +3,18 @@
 
 use std::{cell::RefCell, sync::Arc};
 
-use freetoken_backend::{Backend, Experts, Format, HostBytes, os};
+use freetoken_backend::{Backend, ExpertRecord, Experts, Format, HostBytes, os};
 
 use super::{
     ConfigFile, LoadedExperts, ModelError, MoeSizes, Sizes, TensorError, WeightSource, Weights, load,
 };
-use crate::formats::{Dtype, FormatError, error::TensorFault, quantised::n_weights, write::TensorSpec};
+use crate::formats::{
+    Dtype, FormatError,
+    error::TensorFault,
+    ftw::Records,
+    quantised::{self, n_weights},
+    write::TensorSpec,
+};
 
 /// The tensors of a model, in the order in which it asks for them, and its sizes.
 #[derive(Debug, Clone)]
@@ -161,6 +167,22 @@ impl WeightSource for Zeros<'_> {
 
     fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)> {
         self.checkpoint?.spec(name)
+    }
+
+    fn records(&self, moe_layer: usize) -> Option<Records<'_>> {
+        let records = self.checkpoint?.records(moe_layer)?;
+        let ExpertRecord { format, hidden, intermediate, .. } = *records.record();
+        for e in 0..records.n_experts() {
+            for (projection, shape) in [
+                ("gate_proj", [intermediate, hidden]),
+                ("up_proj", [intermediate, hidden]),
+                ("down_proj", [hidden, intermediate]),
+            ] {
+                let module = format!("{}.{e}.{projection}", records.module());
+                self.tensors.borrow_mut().extend(quantised::tensors(format, &module, shape));
+            }
+        }
+        Some(records)
     }
 
     fn is_blank(&self) -> bool {

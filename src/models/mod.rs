@@ -20,12 +20,12 @@ mod weights;
 use freetoken_backend::{Op, Stage};
 use serde_json::{Map, Value};
 
-use crate::engine::Batch;
+use crate::{engine::Batch, formats::FormatError};
 pub use config::{ConfigError, ConfigFile};
 pub use inventory::Inventory;
 pub use rope::Rope;
 pub use synthetic::{RoutingLaw, Synthetic, SyntheticCheckpoint};
-pub use weights::{LoadedExperts, Spelling, TensorError, WeightSource, Weights};
+pub use weights::{LoadedExperts, RecordSink, Spelling, TensorError, WeightSource, Weights};
 
 /// A loaded model: what turns a batch into ops. All ops of a step are `embed`, then each layer in order, then `head`.
 pub trait Model: Send + Sync {
@@ -157,6 +157,12 @@ pub enum ModelError {
     /// The device refused.
     #[error(transparent)]
     Backend(#[from] freetoken_backend::Error),
+}
+
+impl From<FormatError> for ModelError {
+    fn from(error: FormatError) -> Self {
+        ModelError::Tensor(error.into())
+    }
 }
 
 /// Loads the model that a `config.json` describes.

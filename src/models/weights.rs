@@ -12,11 +12,16 @@ use super::ModelError;
 use crate::{
     formats::{
         Dtype, FormatError,
-        quantised::{HostMatrix, QuantisedError, Scheme},
+        ftw::Records,
+        quantised::{HostMatrix, QuantisedError, Scheme, check_record},
+        read::{self, Transfer},
         write::TensorSpec,
     },
     moe::ExpertBanks,
 };
+
+/// Bytes of records that are read at once on their way to a device.
+const STAGING_BYTES: usize = 64 << 20;
 
 /// Where tensors come from: a checkpoint, or nothing but their names and shapes.
 pub trait WeightSource {
@@ -28,6 +33,21 @@ pub trait WeightSource {
 
     /// Type and shape of the tensor of this name, if there is one.
     fn spec(&self, name: &str) -> Option<(Dtype, Vec<usize>)>;
+
+    /// The routed experts of the MoE layer of that number, where the source keeps each as one record; their tensors then have no
+    /// names.
+    fn records(&self, _moe_layer: usize) -> Option<Records<'_>> {
+        None
+    }
+
+    /// Copies bytes of tensors that it gave, in whatever way is fastest.
+    ///
+    /// # Errors
+    /// [`TensorError`] for bytes that cannot be read.
+    fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), TensorError> {
+        read::copy(transfers);
+        Ok(())
+    }
 
     /// Whether all values are zeros that stand for others, which nobody should judge.
     fn is_blank(&self) -> bool {
@@ -64,6 +84,16 @@ pub enum TensorError {
         /// Type in the file.
         found: Dtype,
     },
+    /// Records of experts that are not those of the configuration.
+    #[error("`{module}` holds {found}, but config.json asks for {expected}: they do not belong together")]
+    Records {
+        /// The experts of a layer.
+        module: String,
+        /// What they are.
+        found: String,
+        /// By the configuration.
+        expected: String,
+    },
     /// Weights that one op multiplies differ in format.
     #[error(
         "tensors `{first}` and `{second}` are stored in different formats, {formats}: convert them to one"
@@ -96,6 +126,24 @@ pub struct Spelling {
     pub norms_less_one: bool,
 }
 
+/// Takes the routed experts of a model as they are loaded, layer by layer.
+pub trait RecordSink {
+    /// Whether it has no use for the experts of this MoE layer, which are then not loaded.
+    fn has(&self, moe_layer: usize) -> bool;
+
+    /// Takes the records of a layer, one behind the other. `first` is the name of a tensor of the first, or of their module.
+    ///
+    /// # Errors
+    /// [`TensorError`] for what it cannot keep.
+    fn take(
+        &mut self,
+        moe_layer: usize,
+        record: &ExpertRecord,
+        first: &str,
+        records: &[u8],
+    ) -> Result<(), TensorError>;
+}
+
 /// Loads weights onto a device, and routed experts onto it or into host banks.
 pub struct Weights<'a> {
     backend: &'a dyn Backend,
@@ -103,6 +151,10 @@ pub struct Weights<'a> {
     spelling: Spelling,
     used: BTreeSet<String>,
     experts: LoadedExperts,
+    /// MoE layers so far.
+    n_moe_layers: usize,
+    /// Where banks go as soon as they are filled, instead of to `experts`.
+    sink: Option<&'a mut dyn RecordSink>,
     /// Name of the first tensor of an expert, for errors.
     first_expert: String,
     progress: &'a mut dyn FnMut(u64),
@@ -122,6 +174,8 @@ impl<'a> Weights<'a> {
             spelling: Spelling::default(),
             used: BTreeSet::new(),
             experts,
+            n_moe_layers: 0,
+            sink: None,
             first_expert: String::new(),
             progress,
         }
@@ -144,6 +198,12 @@ impl<'a> Weights<'a> {
     pub fn with_banks(mut self) -> Self {
         self.experts = LoadedExperts::Banked(ExpertBanks::default());
         self
+    }
+
+    /// Hands the experts of each layer over in host memory, and keeps none.
+    pub fn with_sink(mut self, sink: &'a mut dyn RecordSink) -> Self {
+        self.sink = Some(sink);
+        self.with_banks()
     }
 
     /// Where the experts of all MoE layers are.
@@ -342,6 +402,10 @@ impl<'a> Weights<'a> {
         intermediate: usize,
         name: impl Fn(usize, &str) -> String,
     ) -> Result<usize, ModelError> {
+        let (moe_layer, is_done) = self.next_moe_layer(n_experts, hidden, intermediate)?;
+        if is_done {
+            return Ok(moe_layer);
+        }
         let mut first: Option<(Format, String)> = None;
         let mut fetched = Vec::new();
         for e in 0..n_experts {
@@ -359,7 +423,8 @@ impl<'a> Weights<'a> {
             ]);
         }
         let (_, first) = first.expect("a layer has experts");
-        self.place_experts(&fetched, first)
+        self.place_experts(&fetched, first)?;
+        Ok(moe_layer)
     }
 
     /// The routed experts of the next MoE layer, whose number it gives, from one tensor `gate_up_proj` `[n_experts, 2 * intermediate,
@@ -374,6 +439,10 @@ impl<'a> Weights<'a> {
         hidden: usize,
         intermediate: usize,
     ) -> Result<usize, ModelError> {
+        let (moe_layer, is_done) = self.next_moe_layer(n_experts, hidden, intermediate)?;
+        if is_done {
+            return Ok(moe_layer);
+        }
         let names =
             ["gate_up_proj", "down_proj"].map(|what| self.spelled(&format!("{module}.{what}")).into_owned());
         let shapes = [[n_experts, 2 * intermediate, hidden], [n_experts, hidden, intermediate]];
@@ -394,27 +463,45 @@ impl<'a> Weights<'a> {
         };
         let fetched: Vec<_> = (0..n_experts).map(expert).collect();
         let [first, _] = names;
-        self.place_experts(&fetched, first)
+        self.place_experts(&fetched, first)?;
+        Ok(moe_layer)
+    }
+
+    /// The number of the next MoE layer, and whether its experts need not be put together: nobody wants them, or the source keeps
+    /// each as one record.
+    fn next_moe_layer(
+        &mut self,
+        n_experts: usize,
+        hidden: usize,
+        intermediate: usize,
+    ) -> Result<(usize, bool), ModelError> {
+        let moe_layer = self.n_moe_layers;
+        self.n_moe_layers += 1;
+        if self.sink.as_ref().is_some_and(|sink| sink.has(moe_layer)) {
+            return Ok((moe_layer, true));
+        }
+        let Some(records) = self.source.records(moe_layer) else { return Ok((moe_layer, false)) };
+        self.recorded(&records, n_experts, hidden, intermediate)?;
+        Ok((moe_layer, true))
     }
 
     /// Gives the experts of a layer, gate, up and down, all of one format, their place. `first`: name of their first tensor.
-    fn place_experts(&mut self, fetched: &[[HostMatrix; 3]], first: String) -> Result<usize, ModelError> {
+    fn place_experts(&mut self, fetched: &[[HostMatrix; 3]], first: String) -> Result<(), ModelError> {
         let [HostMatrix { format, rows: intermediate, cols: hidden, .. }, ..] = fetched[0];
         let n_experts = fetched.len();
-        if let LoadedExperts::Banked(banks) = &self.experts {
-            if let Some(record) = banks.record() {
-                same_format(record.format, &self.first_expert, format, &first)?;
-            }
-            let record = record(format, hidden, intermediate);
-            let mut bank = self.backend.alloc_host(n_experts * record.bytes)?;
-            for (matrices, place) in fetched.iter().zip(bank.as_mut_slice().chunks_exact_mut(record.bytes)) {
-                assemble(&record, matrices, place);
+        let record = record(format, hidden, intermediate);
+        if let LoadedExperts::Banked(_) = self.experts {
+            let source = self.source;
+            self.bank(&record, n_experts, first, |bank, _| {
+                let records = fetched.iter().zip(bank.chunks_exact_mut(record.bytes));
+                source.transfer(
+                    records.flat_map(|(matrices, into)| assemble(&record, matrices, into)).collect(),
+                )?;
                 // What is copied need not stay in the page cache as well.
-                matrices.iter().for_each(|matrix| os::drop_pages(matrix.codes.as_slice()));
-            }
-            self.first_expert = first;
-            let LoadedExperts::Banked(banks) = &mut self.experts else { unreachable!("matched above") };
-            return Ok(banks.push(record, n_experts, bank));
+                fetched.iter().flatten().for_each(|matrix| os::drop_pages(matrix.codes.as_slice()));
+                Ok(())
+            })?;
+            return Ok(());
         }
         let placed = if self.backend.caps().host_memory {
             let mut experts = Vec::new();
@@ -426,47 +513,140 @@ impl<'a> Weights<'a> {
             }
             Experts::InPlace(experts.into())
         } else {
-            let pool = self.resident_pool(format, hidden, intermediate, fetched)?;
-            Experts::Pool { pool: Arc::new(pool), layer: 0 }
+            self.resident(&record, n_experts, 1, |experts, into, _| {
+                read::copy(assemble(&record, &fetched[experts.start], into));
+                Ok(())
+            })?
         };
-        let LoadedExperts::Placed(layers) = &mut self.experts else { unreachable!("returned above") };
-        layers.push(placed);
-        Ok(layers.len() - 1)
+        self.placed(placed);
+        Ok(())
     }
 
-    /// All experts of a layer in slots of their own, each assembled into a record once.
-    fn resident_pool(
-        &self,
-        format: Format,
+    /// The experts of the next MoE layer from a source that keeps each as one record.
+    fn recorded(
+        &mut self,
+        records: &Records<'_>,
+        n_experts: usize,
         hidden: usize,
         intermediate: usize,
-        experts: &[[HostMatrix; 3]],
-    ) -> Result<ExpertPool, ModelError> {
-        let record = record(format, hidden, intermediate);
-        let slots_per_chunk = (self.backend.caps().max_binding_bytes / record.bytes).clamp(1, experts.len());
+    ) -> Result<(), ModelError> {
+        let (layout, module) = (records.record(), records.module());
+        let shape = |n: usize, r: &ExpertRecord| format!("{n} experts of {} x {}", r.hidden, r.intermediate);
+        let (found, expected) = (
+            shape(records.n_experts(), layout),
+            shape(n_experts, &record(layout.format, hidden, intermediate)),
+        );
+        if found != expected {
+            return Err(TensorError::Records { module: module.into(), found, expected }.into());
+        }
+        let is_blank = self.source.is_blank();
+        let check = |first: usize, bytes: &[u8]| -> Result<(), TensorError> {
+            for (e, bytes) in bytes.chunks_exact(layout.bytes).enumerate().filter(|_| !is_blank) {
+                check_record(layout, bytes, &format!("{module}.{}", first + e))?;
+            }
+            Ok(())
+        };
+        if let LoadedExperts::Banked(_) = self.experts {
+            return self.bank(layout, n_experts, module.into(), |bank, progress| {
+                records.read(0..n_experts, bank, progress)?;
+                Ok(check(0, bank)?)
+            });
+        }
+        let placed = if self.backend.caps().host_memory {
+            let bytes = records.mapped()?;
+            check(0, bytes.as_slice())?;
+            (self.progress)(bytes.len() as u64);
+            let layer = self.backend.import(&bytes)?.whole();
+            let expert = |e: usize| {
+                let view = layer.slice(e * layout.bytes..(e + 1) * layout.bytes);
+                let of =
+                    |banks: &Banks, rows, cols| Weight::in_banks(&view, banks, layout.format, rows, cols);
+                ExpertWeights {
+                    gate: of(&layout.gate(), intermediate, hidden),
+                    up: of(&layout.up(), intermediate, hidden),
+                    down: of(&layout.down, hidden, intermediate),
+                }
+            };
+            Experts::InPlace((0..n_experts).map(expert).collect())
+        } else {
+            let n_together = (STAGING_BYTES / layout.bytes).clamp(1, n_experts);
+            self.resident(layout, n_experts, n_together, |experts, into, progress| {
+                records.read(experts.clone(), into, progress)?;
+                Ok(check(experts.start, into)?)
+            })?
+        };
+        self.placed(placed);
+        Ok(())
+    }
+
+    /// Fills the bank of the next MoE layer and keeps it, or hands it over. `first` names a tensor of its first expert.
+    fn bank(
+        &mut self,
+        record: &ExpertRecord,
+        n_experts: usize,
+        first: String,
+        fill: impl FnOnce(&mut [u8], &mut dyn FnMut(u64)) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let LoadedExperts::Banked(banks) = &mut self.experts else {
+            unreachable!("asked for by the callers")
+        };
+        if let Some(known) = banks.record() {
+            same_format(known.format, &self.first_expert, record.format, &first)?;
+        }
+        let mut bank = self.backend.alloc_host(n_experts * record.bytes)?;
+        fill(&mut bank.as_mut_slice()[..n_experts * record.bytes], self.progress)?;
+        if let Some(sink) = &mut self.sink {
+            let records = &bank.as_slice()[..n_experts * record.bytes];
+            return Ok(sink.take(self.n_moe_layers - 1, record, &first, records)?);
+        }
+        banks.push(record.clone(), n_experts, bank);
+        self.first_expert = first;
+        Ok(())
+    }
+
+    /// All experts of a layer in slots of their own, written once; `fill` gives the records of some experts, `n_together` of them.
+    fn resident(
+        &mut self,
+        record: &ExpertRecord,
+        n_experts: usize,
+        n_together: usize,
+        mut fill: impl FnMut(Range<usize>, &mut [u8], &mut dyn FnMut(u64)) -> Result<(), ModelError>,
+    ) -> Result<Experts, ModelError> {
+        let slots_per_chunk = (self.backend.caps().max_binding_bytes / record.bytes).clamp(1, n_experts);
         let mut chunks = Vec::new();
-        for start in (0..experts.len()).step_by(slots_per_chunk) {
-            let n_slots = slots_per_chunk.min(experts.len() - start);
+        for start in (0..n_experts).step_by(slots_per_chunk) {
+            let n_slots = slots_per_chunk.min(n_experts - start);
             chunks.push(self.backend.alloc(n_slots * record.bytes)?);
         }
-        let table = self.backend.alloc(experts.len() * 4)?.whole();
-        let slots: Vec<i32> = (0..experts.len() as i32).collect();
+        let table = self.backend.alloc(n_experts * 4)?.whole();
+        let slots: Vec<i32> = (0..n_experts as i32).collect();
         self.backend.write(&table, bytemuck::cast_slice(&slots))?;
         let pool = ExpertPool {
-            record,
+            record: record.clone(),
             n_layers: 1,
-            n_experts: experts.len(),
+            n_experts,
             chunks,
             slots_per_chunk,
             table,
             banks: Vec::new(),
         };
-        let mut assembled = vec![0_u8; pool.record.bytes];
-        for (slot, matrices) in experts.iter().enumerate() {
-            assemble(&pool.record, matrices, &mut assembled);
-            self.backend.write(&pool.slot(slot), &assembled)?;
+        let mut staging = os::anonymous(n_together * record.bytes)
+            .map_err(|source| FormatError::Read { file: "memory for experts on their way".into(), source })?;
+        for start in (0..n_experts).step_by(n_together) {
+            let experts = start..n_experts.min(start + n_together);
+            let records = &mut staging.as_mut()[..experts.len() * record.bytes];
+            fill(experts.clone(), records, self.progress)?;
+            for (slot, bytes) in experts.zip(records.chunks_exact(record.bytes)) {
+                self.backend.write(&pool.slot(slot), bytes)?;
+            }
         }
-        Ok(pool)
+        Ok(Experts::Pool { pool: Arc::new(pool), layer: 0 })
+    }
+
+    /// Keeps the experts of the next MoE layer.
+    fn placed(&mut self, placed: Experts) {
+        let LoadedExperts::Placed(layers) = &mut self.experts else { unreachable!("banks go elsewhere") };
+        layers.push(placed);
     }
 }
 
@@ -487,13 +667,26 @@ fn plain_rows(matrix: &HostMatrix, rows: Range<usize>) -> HostMatrix {
     HostMatrix { rows: rows.len(), codes, ..matrix.clone() }
 }
 
-/// One record from the gate, up and down matrices of an expert.
-fn assemble(record: &ExpertRecord, [gate, up, down]: &[HostMatrix; 3], into: &mut [u8]) {
-    for (matrix, banks) in [(gate, &record.gate()), (up, &record.up()), (down, &record.down)] {
-        for (bytes, place) in parts(matrix, banks) {
-            into[place].copy_from_slice(bytes.as_slice());
-        }
-    }
+/// What makes one record of the gate, up and down matrices of an expert.
+fn assemble<'r>(
+    record: &ExpertRecord,
+    [gate, up, down]: &[HostMatrix; 3],
+    mut into: &'r mut [u8],
+) -> Vec<Transfer<'r>> {
+    let banks = [(gate, record.gate()), (up, record.up()), (down, record.down.clone())];
+    let mut places: Vec<_> = banks.iter().flat_map(|(matrix, banks)| parts(matrix, banks)).collect();
+    places.sort_by_key(|(_, place)| place.start);
+    let mut end = 0;
+    let mut cut = |to: usize| {
+        let part = into.split_off_mut(..to - end).expect("the parts of a record lie in it");
+        end = to;
+        part
+    };
+    let transfer = |(from, place): (&HostBytes, Range<usize>)| {
+        cut(place.start);
+        Transfer { from: from.clone(), into: cut(place.end) }
+    };
+    places.into_iter().map(transfer).collect()
 }
 
 /// The parts of a matrix and the banks that they belong in.

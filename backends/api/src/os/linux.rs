@@ -1,9 +1,11 @@
-//! Linux: `/proc`, `/sys`, control group v2, `madvise`. The parsers are pure and take the text of the file.
+//! Linux: `/proc`, `/sys`, control group v2, `madvise`, `O_DIRECT`. The parsers are pure and take the text of the file.
 
 #![allow(unsafe_code)] // One block: madvise with an advice that never changes what the pages hold.
 
 use memmap2::{Advice, MmapMut};
-use std::fs::read_to_string;
+use std::fs::{File, OpenOptions, read_to_string};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
@@ -82,6 +84,23 @@ pub(super) fn drop_pages(bytes: &[u8]) {
     let _ = unsafe {
         rustix::mm::madvise(pointer.wrapping_add(skipped).cast(), len, rustix::mm::Advice::LinuxPageOut)
     };
+}
+
+pub(super) fn open_direct(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32).open(path)
+}
+
+pub(super) fn read_at(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    file.read_at(into, offset)
+}
+
+pub(super) fn forget_cached(file: &File) -> bool {
+    rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).is_ok()
+}
+
+pub(super) fn free_disk(dir: &Path) -> Option<u64> {
+    let found = rustix::fs::statvfs(dir).ok()?;
+    found.f_bavail.checked_mul(found.f_frsize)
 }
 
 /// The smallest allowed CPU of each sibling set, in the order of `allowed`.

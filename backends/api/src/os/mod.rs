@@ -1,4 +1,4 @@
-//! What differs by operating system: cores and pinning, memory sizes, anonymous memory, page hints.
+//! What differs by operating system: cores and pinning, memory sizes, anonymous memory, page hints, reads past the page cache.
 //!
 //! Both implementations have the same functions: `linux` reads `/proc`, `/sys` and the control group; `portable`
 //! (Windows, macOS, the BSDs) answers what the standard library and two crates can, and `None` otherwise. This module
@@ -11,8 +11,12 @@ mod imp;
 #[path = "portable.rs"]
 mod imp;
 
+mod direct;
+
 use memmap2::MmapMut;
-use std::io;
+use std::{io, path::Path};
+
+pub use direct::{DIRECT_ALIGN, DirectFile};
 
 /// One logical CPU for each physical core that this process may use, ascending; never empty.
 ///
@@ -57,6 +61,11 @@ pub fn numa_nodes() -> usize {
 /// first to be reclaimed. The contents stay: a later read brings them back from the file.
 pub fn drop_pages(bytes: &[u8]) {
     imp::drop_pages(bytes);
+}
+
+/// Bytes that this user can still write to the file system of a directory.
+pub fn free_disk(dir: &Path) -> Option<u64> {
+    imp::free_disk(dir)
 }
 
 /// Memory outside the allocator: zeroed, page-aligned, on huge pages where the system grants them, and physically

@@ -1,6 +1,7 @@
 //! Everything but Linux: what the standard library and core_affinity answer, `None` for the rest.
 
 use memmap2::MmapMut;
+use std::{fs::File, io, path::Path};
 
 pub(super) fn physical_cores() -> Vec<usize> {
     let ids = core_affinity::get_core_ids().unwrap_or_default();
@@ -40,3 +41,25 @@ pub(super) fn numa_nodes() -> usize {
 pub(super) fn advise_huge_pages(_map: &MmapMut) {}
 
 pub(super) fn drop_pages(_bytes: &[u8]) {}
+
+pub(super) fn open_direct(_path: &Path) -> io::Result<File> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(windows)]
+pub(super) fn read_at(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::windows::fs::FileExt::seek_read(file, into, offset)
+}
+
+#[cfg(unix)]
+pub(super) fn read_at(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::unix::fs::FileExt::read_at(file, into, offset)
+}
+
+pub(super) fn forget_cached(_file: &File) -> bool {
+    false
+}
+
+pub(super) fn free_disk(_dir: &Path) -> Option<u64> {
+    None
+}
