@@ -47,13 +47,7 @@ fn call(peek: &mut Peek<'_>, tools: &Tools) -> Result<Call, Miss> {
     peek.literal("<tool_call>")?;
     peek.space();
     let name = peek.word()?;
-    peek.space();
-    // What stands behind the name tells a call from a text.
-    match peek.clone().literal("<arg_key>") {
-        Err(Miss::No) => peek.clone().literal("</tool_call>")?,
-        behind => behind?,
-    }
-    let arguments = TaggedArguments::boxed(&TAGS, tools.parameters(&name));
+    let arguments = TaggedArguments::behind(peek, &TAGS, tools.parameters(&name))?;
     Ok(Call { name, id: None, arguments })
 }
 

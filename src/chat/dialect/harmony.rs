@@ -165,7 +165,10 @@ fn kind_of(header: &str, tools: Option<&Tools>, out: &mut Pieces) -> Kind {
     let recipient = header
         .split_once("to=")
         .map(|(_, to)| to.split(|c: char| c.is_whitespace() || c == '<').next().unwrap_or_default());
-    let function = recipient.and_then(|to| to.strip_prefix("functions.")).filter(|name| !name.is_empty());
+    // Models forget the namespace.
+    let offered = |to: &&str| tools.is_some_and(|tools| tools.contains(to));
+    let function = recipient.and_then(|to| to.strip_prefix("functions.").or(Some(to).filter(offered)));
+    let function = function.filter(|name| !name.is_empty());
     let channel = header.rsplit_once(CHANNEL).map_or("", |(_, channel)| channel.trim_start());
     match function {
         Some(name) if tools.is_some() => {

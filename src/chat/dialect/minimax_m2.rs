@@ -38,7 +38,7 @@ fn call(peek: &mut Peek<'_>, tools: &Tools) -> Result<Call, Miss> {
     peek.optional("<minimax:tool_call>")?;
     peek.literal("<invoke name=\"")?;
     let name = peek.name_until("\">")?;
-    let arguments = TaggedArguments::boxed(&TAGS, tools.parameters(&name));
+    let arguments = TaggedArguments::behind(peek, &TAGS, tools.parameters(&name))?;
     Ok(Call { name, id: None, arguments })
 }
 

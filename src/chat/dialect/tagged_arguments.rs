@@ -27,6 +27,13 @@ pub(super) struct Tags {
     pub(super) undeclared_are_strings: bool,
 }
 
+impl Tags {
+    /// What may follow the head of a call or a value.
+    fn followers(&self) -> [&'static str; 3] {
+        [self.end, self.opener, self.block_end]
+    }
+}
+
 /// The tag in front of a value.
 pub(super) struct Parameter {
     pub(super) name: String,
@@ -56,8 +63,22 @@ enum Place {
 }
 
 impl TaggedArguments {
-    pub(super) fn boxed(tags: &'static Tags, parameters: Parameters) -> Box<dyn Arguments> {
-        Box::new(TaggedArguments { tags, parameters, place: Place::Between, n_values: 0 })
+    /// The arguments behind the head of a call.
+    ///
+    /// # Errors
+    /// [`Miss::No`] where something else than a tag follows: then it is no call.
+    pub(super) fn behind(
+        peek: &mut Peek<'_>,
+        tags: &'static Tags,
+        parameters: Parameters,
+    ) -> Result<Box<dyn Arguments>, Miss> {
+        peek.space();
+        let follows = tags.followers().map(|tag| peek.clone().literal(tag));
+        match follows.iter().find(|&&follows| follows != Err(Miss::No)) {
+            Some(&follows) => follows?,
+            None => return Err(Miss::No),
+        }
+        Ok(Box::new(TaggedArguments { tags, parameters, place: Place::Between, n_values: 0 }))
     }
 
     /// Reads the next tag; whether it was the last.
@@ -141,7 +162,7 @@ impl TaggedArguments {
     /// Whether a tag that closes a value may be meant: another tag follows it, or nothing does.
     fn may_follow(&self, unread: &Unread, n_bytes: usize) -> Result<bool, Miss> {
         let behind = unread.rest()[n_bytes..].trim_start();
-        let tags = [self.tags.end, self.tags.opener, self.tags.block_end];
+        let tags = self.tags.followers();
         if tags.iter().any(|tag| behind.starts_with(tag)) {
             return Ok(true);
         }

@@ -230,9 +230,10 @@ fn only_what_may_become_a_marker_is_held_back() {
     assert_eq!(reader.push("a < b, <tool"), content("a < b,"));
     assert_eq!(reader.push("s> are good "), content(" <tools> are good"));
     let begin = Piece::ToolCallBegin { index: 0, id: "call_7_0".into(), name: "get_weather".into() };
-    assert_eq!(reader.push("<tool_call>\n<function=get_weather>\n"), [begin]);
+    assert_eq!(reader.push("<tool_call>\n<function=get_weather>\n"), []);
+    assert_eq!(reader.push("<parameter="), [begin]);
     let arguments = |json: &str| vec![Piece::ToolCallArguments { index: 0, json: json.into() }];
-    assert_eq!(reader.push("<parameter=city>\nNew\nYo"), arguments("{\"city\": \"New\\nYo"));
+    assert_eq!(reader.push("city>\nNew\nYo"), arguments("{\"city\": \"New\\nYo"));
     assert_eq!(reader.push("rk\n</para"), arguments("rk"));
     // A tag within a value is text, unless another follows it.
     assert_eq!(reader.push("meter>\n</fun"), []);
@@ -255,6 +256,8 @@ fn what_is_no_call_is_text() {
         ("hermes", "<tool_call>{\"name\": 5}</tool_call>"),
         ("hermes", "<tool_call>{\"nom\": \"now\"}</tool_call>"),
         ("qwen-xml", "Write <tool_call> and then <function=> or <function=a\nb>."),
+        ("qwen-xml", "<tool_call>\n<function=now>\nno tag\n</function>\n</tool_call>"),
+        ("qwen-xml", "<tool_call>\n<function=now>"),
         ("glm", "<tool_call>two words</tool_call>"),
         ("dsml", "<｜DSML｜tool_calls> <｜DSML｜invoke nome=\"now\">"),
         ("deepseek", "<｜tool▁call▁begin｜>now"),
@@ -337,6 +340,7 @@ fn slips_of_models_are_read_as_they_are_meant() {
             r#"{"a": [1]}"#,
         ),
         ("harmony", "<|channel|>analysis to=functions.now code<|message|>{\"a\": 1}", r#"{"a": 1}"#),
+        ("harmony", "<|channel|>commentary to=now<|message|>{}<|call|>", "{}"),
     ] {
         let answered = answered(name, "", text);
         assert_eq!(calls(&answered), [("now", arguments)], "{name} {text}");
