@@ -38,18 +38,20 @@ fn serve(args: &[&str]) -> Command {
 impl Serving {
     fn start(args: &[&str]) -> Self {
         let mut child = serve(args).spawn().expect("the binary starts");
-        let mut said = BufReader::new(child.stderr.take().expect("a pipe"));
-        let mut address = String::new();
-        loop {
-            let mut line = String::new();
-            assert!(said.read_line(&mut line).expect("UTF-8") > 0, "the server ended");
-            if let Some((_, found)) = line.trim().split_once("listening on http://") {
-                address = found.to_owned();
-            }
-            if line.trim() == "ready" {
-                return Serving { child, address, said };
-            }
+        let said = BufReader::new(child.stderr.take().expect("a pipe"));
+        let mut server = Serving { child, address: String::new(), said };
+        while server.line() != "ready" {}
+        server
+    }
+
+    /// The next line that it says.
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        assert!(self.said.read_line(&mut line).expect("UTF-8") > 0, "the server ended");
+        if let Some((_, address)) = line.trim().split_once("listening on http://") {
+            self.address = address.to_owned();
         }
+        line.trim().to_owned()
     }
 
     fn connect(&self) -> TcpStream {
@@ -247,8 +249,7 @@ fn a_signal_lets_answers_finish_and_a_second_one_does_not() {
         let mut stream = server.send("POST", CHAT, &body.to_string());
         stream.read_exact(&mut [0; 400]).expect("it streams");
         server.terminate();
-        let mut line = String::new();
-        server.said.read_line(&mut line).expect("UTF-8");
+        let line = server.line();
         assert!(line.contains("shutting down"), "{line}");
         if n_signals == 2 {
             server.terminate();

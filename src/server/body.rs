@@ -10,7 +10,7 @@ use futures_util::StreamExt;
 use tokio::time::timeout;
 
 use super::{
-    Server,
+    Server, blocking,
     error::{ApiError, Kind},
     fields::Fields,
 };
@@ -51,8 +51,11 @@ impl FromRequest<Arc<Server>> for Body {
             }
             bytes.extend_from_slice(&piece);
         }
-        let value = serde_json::from_slice(&bytes)
-            .map_err(|error| ApiError::new(Kind::Invalid, format!("the body is not JSON: {error}")))?;
-        Fields::of_request(value).map(Body)
+        blocking(move || {
+            let value = serde_json::from_slice(&bytes)
+                .map_err(|error| ApiError::new(Kind::Invalid, format!("the body is not JSON: {error}")))?;
+            Fields::of_request(value).map(Body)
+        })
+        .await
     }
 }
