@@ -100,7 +100,7 @@ struct DotScaled {
   static constexpr int ROWS_AT_ONCE = 32 / HALVES;
   static constexpr int TURNS = N / ROWS_AT_ONCE;
   // Steps whose loads are under way together.
-  static constexpr int UNROLL = N > 2 ? 1 : (M == 1 ? 4 : 2) / W::LOADS;
+  static constexpr int UNROLL = M == 1 ? 4 / W::LOADS : 1;
 
   struct Shared {
     union {

@@ -14,13 +14,6 @@
 
 constexpr int WARPS = 4;
 
-// The same where the rows have but one: nothing to look for.
-__device__ __forceinline__ u32 only_route(u32 route, u32* list) {
-  if (threadIdx.x % 32 == 0) list[0] = route;
-  __syncwarp();
-  return 1;
-}
-
 template <class W, int N, int U>
 __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const float* x) {
   __shared__ u32 lists[WARPS][MAX_ROWS];

@@ -1,9 +1,9 @@
 // The routed experts for at most 16 rows where their weights have scales: decode, in two kernels with `inner` between them.
 //
-// What goes in and out is that of expert_mlp_gemv, hidden and intermediate multiples of 32 (16 with 8-bit codes). Blocks in y stand for
-// routes: a block whose route is not the first of its expert has nothing to do, the first one multiplies all rows of that
-// expert. A block owns 16 rows of gate and as many of up, or 32 of down. Bytes: each distinct expert once. Bound by memory
-// bandwidth, or by the link where an expert is read in place.
+// What goes in and out is that of expert_mlp_gemv, hidden and intermediate multiples of 32 (16 with 8-bit codes). Blocks in y
+// stand for routes: a block whose route is not the first of its expert has nothing to do, the first one multiplies all rows of
+// that expert, N at a time. A block owns 16 rows of gate and as many of up, or 32 of down. Bytes: each distinct expert once,
+// further turns from L2. Bound by the instructions that decode; by the link where an expert is read in place.
 #include "dot_scaled.cuh"
 #include "expert_mlp_routes.cuh"
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const fl
   u32* list = lists[threadIdx.x / 32];
   const int id = ids[blockIdx.y], slot = slot_of(p, place, table, id);
   if (slot < 0) return;
-  const u32 n_routes = routes_of(p, ids, id, blockIdx.y, list);
+  const u32 n_routes = p.n_rows == 1 ? only_route(blockIdx.y, list) : routes_of(p, ids, id, blockIdx.y, list);
   if (n_routes == 0) return;
   const u8* record = record_of(place, chunks, slot);
   const Stored gate = matrix_of(place, record, place.gate), up = matrix_of(place, record, place.up);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float
   u32* list = lists[threadIdx.x / 32];
   const int id = ids[blockIdx.y], slot = slot_of(p, place, table, id);
   if (slot < 0) return;
-  const u32 n_routes = routes_of(p, ids, id, blockIdx.y, list);
+  const u32 n_routes = p.n_rows == 1 ? only_route(blockIdx.y, list) : routes_of(p, ids, id, blockIdx.y, list);
   if (n_routes == 0) return;
   const u8* record = record_of(place, chunks, slot);
   const Stored matrix = matrix_of(place, record, place.down);
@@ -72,11 +72,11 @@ __device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float
 }
 
 #define EXPERT_GEMV_SCALED(name, W, N)                                                                      \
-  extern "C" __global__ void __launch_bounds__(128, N > 2 ? 3 : 4)                                                         \
+  extern "C" __global__ void __launch_bounds__(128, N > 2 ? 3 : W::LOADS == 1 ? 5 : 4)                      \
       expert_gate_up_##name##_n##N(EXPERT_ARGUMENTS, float* inner, const float* x) {                        \
     gate_up<W, N>(p, place, ids, table, chunks, inner, x);                                                  \
   }                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(128, N > 2 ? 3 : 4)                                                         \
+  extern "C" __global__ void __launch_bounds__(128, N > 2 ? 3 : W::LOADS == 1 ? 5 : 4)                      \
       expert_down_##name##_n##N(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) { \
     down<W, N>(p, place, ids, table, chunks, parts, inner, weights);                                        \
   }

@@ -1,8 +1,8 @@
 // out[n, :] (+)= activation(weight . norm(x[rows[n], :]) + bias) for at most 16 rows and a weight with scales: decode.
 //
-// Layouts as in matmul_gemv, in_features a multiple of 32 (16 with 8-bit codes). A block owns 16 or 32 rows of the weight, with a GLU
-// half of them of up. Bytes: the weight once, x from L1 and L2 once a block. Bound by memory bandwidth; from about eight rows of x
-// on by the instructions that split x.
+// Layouts as in matmul_gemv, in_features a multiple of 32 (16 with 8-bit codes). A block owns 16 or 32 rows of the weight, with
+// a GLU half of them of up, and multiplies N rows of x at a time. Bytes: the weight once, for more than eight rows again from
+// L2; x from L1 and L2 once a block. Bound by the instructions that decode and, with many rows, that split x.
 #include "dot_scaled.cuh"
 #include "matmul.cuh"
 
@@ -38,12 +38,14 @@ __device__ __forceinline__ void gemv(SCALED_ARGUMENTS) {
   }
 }
 
-#define GEMV_SCALED(name, W, N, M, WARPS)                                                                               \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, N > 2 ? 3 : 2) matmul_gemv_##name##_n##N(SCALED_ARGUMENTS) {               \
+#define GEMV_SCALED(name, W, N, M, WARPS)                                                                              \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, N > 2 ? 3 : 2)                                              \
+      matmul_gemv_##name##_n##N(SCALED_ARGUMENTS) {                                                                    \
     gemv<W, N, M, WARPS, false>(p, out, x, rows, norm, weight, up, bias, up_bias, n_columns, norm_format, bias_format, \
                                 scales, up_scales, globals, up_globals);                                               \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, N > 2 ? 3 : 2) matmul_gemv_norm_##name##_n##N(SCALED_ARGUMENTS) {          \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, N > 2 ? 3 : 2)                                              \
+      matmul_gemv_norm_##name##_n##N(SCALED_ARGUMENTS) {                                                               \
     gemv<W, N, M, WARPS, true>(p, out, x, rows, norm, weight, up, bias, up_bias, n_columns, norm_format, bias_format,  \
                                scales, up_scales, globals, up_globals);                                                \
   }

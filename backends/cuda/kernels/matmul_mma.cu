@@ -1,9 +1,9 @@
 // out[n, :] (+)= activation(weight . x[n, :] + bias) on tensor cores, for many rows: prefill.
 //
-// x bf16 [n_rows, in_features], normed, gathered and rounded before; weight and up [n_columns, in_features] in bf16, or with scales; out
-// f32 [n_rows, out_features], of which this launch fills n_columns columns. A block owns BM rows and 128 columns (64 with a
-// GLU); neighbouring blocks share a weight tile. Bytes: tiles of x and weight from L2. Bound by the tensor cores, for few
-// rows by the bytes of the weight.
+// x bf16 [n_rows, in_features], normed, gathered and rounded before; weight and up [n_columns, in_features] in bf16, or with
+// scales; out f32 [n_rows, out_features], of which this launch fills n_columns columns. A block owns BM rows and 128 columns
+// (64 with a GLU); neighbouring blocks share a weight tile. Bytes: tiles of x and weight from L2. Bound by the tensor cores, for
+// few rows by the bytes of the weight.
 #include "matmul.cuh"
 #include "tile_bf16.cuh"
 

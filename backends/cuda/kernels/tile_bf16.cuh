@@ -45,16 +45,16 @@ class PlainStages {
 
   __device__ __forceinline__ void prepare(u32) {}
 
-  // What thread's copies have landed becomes bf16; the block's barrier comes behind it.
+  // What this thread copied, and what has landed, becomes bf16; a barrier of the block follows.
   __device__ __forceinline__ void decode(u32) {}
 
   // The stage as bf16.
   __device__ __forceinline__ const u16* stage(u32 step) const { return stages + step % STAGES * (BN * STAGE_COLUMNS); }
 };
 
-// BN rows of a weight with scales, in the room of PlainStages: four stages of codes, and two of them as bf16. A thread copies and decodes
-// 16 columns of a row. n_columns is a multiple of 16, rows start at eight bytes, with 8-bit codes at 16. Scales of FP8 are
-// rounded into the elements.
+// BN rows of a weight with scales, in the room of PlainStages: four stages of codes, and two of them as bf16. A thread copies
+// and decodes 16 columns of a row. n_columns is a multiple of 16, rows start at eight bytes, with 8-bit codes at 16. Elements of
+// FP8 are rounded to bf16 with their scale, the others are exact.
 class ScaledStages {
   uint4* raw;
   u16* stages;

@@ -136,6 +136,9 @@ fn decode(
             (concat!("expert_gate_up_", $of, "_n", $n), concat!("expert_down_", $of, "_n", $n))
         };
     }
+    // Kernels for weights with scales take 2 or 8 rows of an expert at a time; the fewer, the more warps there are. Further rows
+    // read the expert again, out of a cache where it does not come over the link.
+    let is_sparse = n_routes <= 2 * p.n_experts && (p.in_place == 0 || p.n_rows <= 2);
     let (up, down) = match (of, p.n_rows) {
         (Format::F32, 0..=1) => names!("f32", 1),
         (Format::F32, _) => names!("f32", 16),
@@ -143,11 +146,11 @@ fn decode(
         (Format::Bf16, 2..=4) => names!("bf16", 4),
         (Format::Bf16, _) => names!("bf16", 16),
         (Format::F16, _) => names!("f16", 1),
-        (Format::Fp8, 0..=2) => names!("fp8", 2),
+        (Format::Fp8, _) if is_sparse => names!("fp8", 2),
         (Format::Fp8, _) => names!("fp8", 8),
-        (Format::Nvfp4, 0..=2) => names!("nvfp4", 2),
+        (Format::Nvfp4, _) if is_sparse => names!("nvfp4", 2),
         (Format::Nvfp4, _) => names!("nvfp4", 8),
-        (Format::Mxfp4, 0..=2) => names!("mxfp4", 2),
+        (Format::Mxfp4, _) if is_sparse => names!("mxfp4", 2),
         (Format::Mxfp4, _) => names!("mxfp4", 8),
     };
     // Columns of a block.
