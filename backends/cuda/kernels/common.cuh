@@ -10,6 +10,9 @@
 constexpr u32 FORMAT_F32 = 0;
 constexpr u32 FORMAT_BF16 = 1;
 constexpr u32 FORMAT_F16 = 2;
+constexpr u32 FORMAT_FP8 = 3;
+constexpr u32 FORMAT_NVFP4 = 4;
+constexpr u32 FORMAT_MXFP4 = 5;
 
 __device__ __forceinline__ float bits_to_f32(u32 bits) { return __uint_as_float(bits); }
 

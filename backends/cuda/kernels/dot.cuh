@@ -95,10 +95,3 @@ __device__ __forceinline__ void dot_rows(const void* const (&weight)[R], const f
     for (int r = 0; r < R; r++) sums[r][n] = warp_sum(sums[r][n]);
   }
 }
-
-// weight . x for a row that starts anywhere: element by element.
-__device__ __forceinline__ float dot_unaligned(const void* weight, u32 format, i64 start, const float* x, u32 n_columns) {
-  float sum = 0.0f;
-  for (u32 i = threadIdx.x % 32; i < n_columns; i += 32) sum += element(weight, format, start + i) * x[i];
-  return warp_sum(sum);
-}

@@ -7,36 +7,12 @@
 // is read once. Routes with id -1 and experts that are nowhere write nothing.
 // Bytes: each distinct expert once. Bound by memory bandwidth, or by the link where an expert is read in place.
 #include "dot.cuh"
-#include "expert_mlp_place.cuh"
+#include "expert_mlp_routes.cuh"
 
 #define EXPERT_ARGUMENTS                                                                               \
   ExpertMlpParams p, ExpertPlace place, const int *ids, const int *table, const u64 *chunks
 
 constexpr int WARPS = 4;
-constexpr int MAX_ROWS = 16;
-
-// The routes of the expert of `route`, into `list`: their number, or 0 where an earlier route takes care of them.
-template <int N>
-__device__ __forceinline__ u32 routes_of(const ExpertMlpParams& p, const int* ids, int id, u32 route, u32* list) {
-  const u32 lane = threadIdx.x % 32, n_routes = p.n_rows * p.top_k;
-  if (N == 1) {
-    if (lane == 0) list[0] = route;
-    __syncwarp();
-    return 1;
-  }
-  u32 count = 0;
-  for (u32 start = 0; start < n_routes; start += 32) {
-    const u32 other = start + lane;
-    const bool same = other < n_routes && ids[other] == id;
-    const u32 mask = __ballot_sync(FULL_WARP, same);
-    if (__any_sync(FULL_WARP, same && other < route)) return 0;
-    const u32 place = count + __popc(mask & ((1u << lane) - 1));
-    if (same && place < MAX_ROWS) list[place] = other;
-    count += __popc(mask);
-  }
-  __syncwarp();
-  return min(count, (u32)MAX_ROWS);
-}
 
 template <class W, int N, int U>
 __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const float* x) {
@@ -46,14 +22,14 @@ __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const fl
   if (first >= p.intermediate) return;
   const int id = ids[route], slot = slot_of(p, place, table, id);
   if (slot < 0) return;
-  const u32 n_live = routes_of<N>(p, ids, id, route, lists[warp]);
+  const u32 n_live = N == 1 ? only_route(route, lists[warp]) : routes_of(p, ids, id, route, lists[warp]);
   if (n_live == 0) return;
   const u8* record = record_of(place, chunks, slot);
   const void* w[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) {
     const u32 row = min(first + r % 2, p.intermediate - 1);
-    w[r] = (const typename W::Element*)(record + (r < 2 ? 0 : place.up_bytes)) + (i64)row * p.hidden;
+    w[r] = (const typename W::Element*)(record + (r < 2 ? place.gate : place.up).codes) + (i64)row * p.hidden;
   }
   const float* from[N];
 #pragma unroll
@@ -82,9 +58,9 @@ __device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float
   if (first >= p.hidden) return;
   const int id = ids[route], slot = slot_of(p, place, table, id);
   if (slot < 0) return;
-  const u32 n_live = routes_of<N>(p, ids, id, route, lists[warp]);
+  const u32 n_live = N == 1 ? only_route(route, lists[warp]) : routes_of(p, ids, id, route, lists[warp]);
   if (n_live == 0) return;
-  const u8* record = record_of(place, chunks, slot) + place.down_bytes;
+  const u8* record = record_of(place, chunks, slot) + place.down.codes;
   const void* w[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) {
@@ -129,28 +105,26 @@ EXPERT_GEMV(bf16, Bf16, 4, 2, 3)
 EXPERT_GEMV(bf16, Bf16, 16, 1, 1)
 EXPERT_GEMV(f16, F16, 1, 2, 3)
 
-// Rows of any width: a warp owns one column of one route.
-extern "C" __global__ void __launch_bounds__(128)
-    expert_gate_up_any(EXPERT_ARGUMENTS, float* inner, const float* x, u32 format) {
+// Rows of any format and width: a warp owns one column of one route.
+extern "C" __global__ void __launch_bounds__(128) expert_gate_up_any(EXPERT_ARGUMENTS, float* inner, const float* x) {
   const u32 route = blockIdx.y, c = blockIdx.x * WARPS + threadIdx.x / 32;
   if (c >= p.intermediate) return;
   const int slot = slot_of(p, place, table, ids[route]);
   if (slot < 0) return;
   const u8* record = record_of(place, chunks, slot);
   const float* from = x + (i64)(route / p.top_k) * p.hidden;
-  const float gate = dot_unaligned(record, format, (i64)c * p.hidden, from, p.hidden);
-  const float up = dot_unaligned(record + place.up_bytes, format, (i64)c * p.hidden, from, p.hidden);
+  const float gate = dot_any(matrix_of(place, record, place.gate), place.format, c, from, p.hidden);
+  const float up = dot_any(matrix_of(place, record, place.up), place.format, c, from, p.hidden);
   if (threadIdx.x % 32 == 0) inner[(i64)route * p.intermediate + c] = silu(gate) * up;
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-    expert_down_any(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights, u32 format) {
+    expert_down_any(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) {
   const u32 route = blockIdx.y, c = blockIdx.x * WARPS + threadIdx.x / 32;
   if (c >= p.hidden) return;
   const int slot = slot_of(p, place, table, ids[route]);
   if (slot < 0) return;
-  const u8* record = record_of(place, chunks, slot) + place.down_bytes;
-  const float* from = inner + (i64)route * p.intermediate;
-  const float v = dot_unaligned(record, format, (i64)c * p.intermediate, from, p.intermediate);
+  const Stored matrix = matrix_of(place, record_of(place, chunks, slot), place.down);
+  const float v = dot_any(matrix, place.format, c, inner + (i64)route * p.intermediate, p.intermediate);
   if (threadIdx.x % 32 == 0) parts[(i64)route * p.hidden + c] = weights[route] * v;
 }

@@ -74,22 +74,26 @@ GEMV(bf16, Bf16, 2, 2, 4)
 GEMV(bf16, Bf16, 4, 4, 2)
 GEMV(f16, F16, 1, 2, 4)
 
-// Rows of any width at any place: a warp owns one column of one row.
-extern "C" __global__ void __launch_bounds__(128) matmul_gemv_any(MATMUL_ARGUMENTS, u32 weight_format) {
+// Rows of any format and width at any place: a warp owns one column of one row.
+extern "C" __global__ void __launch_bounds__(128) matmul_gemv_any(MATMUL_ARGUMENTS, SCALE_ARGUMENTS, u32 weight_format) {
   const u32 n = blockIdx.y;
   const u32 c = blockIdx.x * 4 + threadIdx.x / 32;
   if (c >= n_columns) return;
+  const bool glu = p.activation == SILU_GLU;
   const float* from = x + (i64)(rows != nullptr ? (u32)rows[n] : n) * p.in_features;
-  float gate = 0.0f, up_sum = 0.0f, squares = 0.0f;
+  const Stored gate_rows = {weight, scales, globals}, up_rows = {up, up_scales, up_globals};
+  const StoredRow gate_row = gate_rows.row(weight_format, c, p.in_features);
+  const StoredRow up_row = up_rows.row(weight_format, c, p.in_features);
+  float gate = 0.0f, lower = 0.0f, squares = 0.0f;
   for (u32 i = threadIdx.x % 32; i < p.in_features; i += 32) {
     const float v = from[i];
     const float normed = norm != nullptr ? v * element(norm, norm_format, i) : v;
     squares += v * v;
-    gate += element(weight, weight_format, (i64)c * p.in_features + i) * normed;
-    if (p.activation == SILU_GLU) up_sum += element(up, weight_format, (i64)c * p.in_features + i) * normed;
+    gate += gate_row.at(i) * normed;
+    if (glu) lower += up_row.at(i) * normed;
   }
   const float scale = norm != nullptr ? 1.0f / sqrtf(warp_sum(squares) / (float)p.in_features + p.eps) : 1.0f;
-  gate = warp_sum(gate) * scale;
-  up_sum = warp_sum(up_sum) * scale;
-  if (threadIdx.x % 32 == 0) finish(p, out, n, c, gate, up_sum, bias, up_bias, bias_format);
+  gate = warp_sum(gate) * scale * gate_rows.global(c);
+  lower = glu ? warp_sum(lower) * scale * up_rows.global(c) : 0.0f;
+  if (threadIdx.x % 32 == 0) finish(p, out, n, c, gate, lower, bias, up_bias, bias_format);
 }

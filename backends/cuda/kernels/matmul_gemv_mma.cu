@@ -7,6 +7,7 @@
 // memory. Bytes: the weight once, x from L2 once a block. Bound by memory bandwidth.
 #include "dot.cuh"
 #include "matmul.cuh"
+#include "split.cuh"
 
 constexpr int WARPS = 8;
 constexpr int STEP = 32;
@@ -14,19 +15,6 @@ constexpr int STEP = 32;
 constexpr int UNROLL = 2;
 // Tiles of 16 rows of the weight.
 constexpr int M_TILES = 2;
-
-// The sum of three bf16 is v to the last bit of f32 or nearly.
-struct Split {
-  u32 parts[3];
-  __device__ __forceinline__ Split(float a, float b) {
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-      parts[i] = pack_bf16(a, b);
-      a -= bits_to_f32(parts[i] << 16);
-      b -= bits_to_f32(parts[i] & 0xffff0000u);
-    }
-  }
-};
 
 template <int N_TILES, bool NORM>
 __device__ __forceinline__ void gemv(MATMUL_ARGUMENTS) {

@@ -80,12 +80,27 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   return v;
 }
 
+// Products of two pairs of bf16, rounded to nearest even; subnormal numbers count.
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+  u32 v;
+  // Plus minus zero: a product alone has no instruction before sm_90.
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
+  return v;
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Copies 16 bytes to shared memory behind the thread's back; writes zeros where `live` is false, and then reads nothing.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool live) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(live ? 16 : 0)
+               : "memory");
+}
+
+// The same of eight bytes.
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global, bool live) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(live ? 8 : 0)
                : "memory");
 }
 

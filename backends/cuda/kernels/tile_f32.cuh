@@ -1,13 +1,20 @@
 // The core of f32 matrix products: 64 rows of x times 64 rows of a weight, by 256 threads in f32.
 #pragma once
-#include "common.cuh"
+#include "scaled.cuh"
 
 constexpr int TILE = 64;
 
+// A row of a weight that is codes only, null outside.
+template <class W>
+struct PlainRow {
+  const typename W::Element* elements;
+  __device__ __forceinline__ float at(u32 column) const { return elements != nullptr ? W::to_f32(elements[column]) : 0.0f; }
+};
+
 // store(row, column, gate, up) is called for each element of the tile, with column < 64, or column < 32 with GLU (and only
-// then with an up). x_row(i) and weight_row(j) give a row's address, or null outside; with GLU weight row j stands for
-// column j / 4 * 2 + j % 2 of gate where j % 4 < 2, else of up.
-template <class W, bool GLU, class XRow, class WeightRow, class Store>
+// then with an up). x_row(i) gives a row's address, or null outside; weight_row(j) a PlainRow or a StoredRow. With GLU
+// weight row j stands for column j / 4 * 2 + j % 2 of gate where j % 4 < 2, else of up.
+template <bool GLU, class XRow, class WeightRow, class Store>
 __device__ __forceinline__ void tile_f32(u32 n_columns, const XRow& x_row, const WeightRow& weight_row,
                                          const Store& store) {
   constexpr int DEPTH = 16;
@@ -16,7 +23,7 @@ __device__ __forceinline__ void tile_f32(u32 n_columns, const XRow& x_row, const
   const int tid = threadIdx.x;
   const int row = tid / 4, part = tid % 4 * 4;
   const float* x = x_row(row);
-  const typename W::Element* weight = (const typename W::Element*)weight_row(row);
+  const auto weight = weight_row(row);
   const int ty = tid / 16, tx = tid % 16;
   float sums[4][4] = {};
   for (u32 start = 0; start < n_columns; start += DEPTH) {
@@ -24,7 +31,7 @@ __device__ __forceinline__ void tile_f32(u32 n_columns, const XRow& x_row, const
     for (int i = 0; i < 4; i++) {
       const u32 column = start + part + i;
       xs[part + i][row] = x != nullptr && column < n_columns ? x[column] : 0.0f;
-      ws[part + i][row] = weight != nullptr && column < n_columns ? W::to_f32(weight[column]) : 0.0f;
+      ws[part + i][row] = column < n_columns ? weight.at(column) : 0.0f;
     }
     __syncthreads();
 #pragma unroll

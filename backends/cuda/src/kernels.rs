@@ -73,13 +73,19 @@ fn params(p: &[u8]) -> Arg {
 }
 
 /// A format as kernels number it.
-fn format(format: Format) -> Arg {
-    Arg::U32(match format {
+fn number(format: Format) -> u32 {
+    match format {
         Format::F32 => 0,
         Format::Bf16 => 1,
         Format::F16 => 2,
-        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused before a launch is made"),
-    })
+        Format::Fp8 => 3,
+        Format::Nvfp4 => 4,
+        Format::Mxfp4 => 5,
+    }
+}
+
+fn format(format: Format) -> Arg {
+    Arg::U32(number(format))
 }
 
 /// Address and format of a weight that may be absent.
@@ -95,12 +101,30 @@ fn is_aligned(view: &freetoken_backend::View) -> bool {
     view.range().start.is_multiple_of(16)
 }
 
-/// One of three names, by the format of a weight.
-fn by_format(of: Format, names: [&'static str; 3]) -> &'static str {
+/// One of four names, by the format of a weight: a kernel for all formats with scales is told which it is.
+fn by_format(of: Format, names: [&'static str; 4]) -> &'static str {
     match of {
         Format::F32 => names[0],
         Format::Bf16 => names[1],
         Format::F16 => names[2],
-        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => unreachable!("refused before a launch is made"),
+        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => names[3],
+    }
+}
+
+/// Rows of a weight have a multiple of so many columns where kernels of decode load them 16 bytes at a time.
+fn decode_columns(of: Format) -> u32 {
+    match of {
+        Format::F32 | Format::Bf16 | Format::F16 => 8,
+        Format::Fp8 => 16,
+        Format::Nvfp4 | Format::Mxfp4 => 32,
+    }
+}
+
+/// The same of tiles on tensor cores; `None` where those take no such weight.
+fn mma_columns(of: Format) -> Option<u32> {
+    match of {
+        Format::F32 | Format::F16 => None,
+        Format::Bf16 => Some(8),
+        Format::Fp8 | Format::Nvfp4 | Format::Mxfp4 => Some(16),
     }
 }

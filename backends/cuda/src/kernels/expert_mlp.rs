@@ -2,10 +2,11 @@
 //! tiles for more, on tensor cores where precision and format allow it.
 
 use bytemuck::{Pod, Zeroable};
-use freetoken_backend::{ExpertMlp, ExpertPool, Experts, Format, OpSpec, Precision};
+use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format, OpSpec, Precision};
 
 use super::{
-    MAX_DECODE_ROWS, Scratch, by_format, format, is_aligned, launch, matmul::mma_shared_bytes, params,
+    MAX_DECODE_ROWS, Scratch, by_format, decode_columns, is_aligned, launch, matmul::mma_shared_bytes,
+    mma_columns, number, params,
 };
 use crate::launch::{Arg, Launch, Unsupported};
 
@@ -15,15 +16,44 @@ const MAX_SORTED_EXPERTS: u32 = 1024;
 const WARPS: u32 = 4;
 /// Rows of an f32 tile.
 const TILE: u32 = 64;
+/// Kernels of f32 tiles by format.
+const GATE_UP_TILES: [&str; 4] = [
+    "expert_tile_gate_up_f32",
+    "expert_tile_gate_up_bf16",
+    "expert_tile_gate_up_f16",
+    "expert_tile_gate_up_scaled",
+];
+const DOWN_TILES: [&str; 4] =
+    ["expert_tile_down_f32", "expert_tile_down_bf16", "expert_tile_down_f16", "expert_tile_down_scaled"];
 
+/// `ExpertPlace` of the kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct RecordPlace {
+    format: u32,
     n_slots: u32,
     slots_per_chunk: u32,
     record_bytes: u32,
-    up_bytes: u32,
-    down_bytes: u32,
+    gate: BankStarts,
+    up: BankStarts,
+    down: BankStarts,
+}
+
+/// Where the parts of a matrix start in a record.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct BankStarts {
+    codes: u32,
+    scales: u32,
+    globals: u32,
+}
+
+impl From<Banks> for BankStarts {
+    fn from(banks: Banks) -> Self {
+        let [codes, scales, globals] =
+            [banks.codes, banks.scales, banks.globals].map(|bank| bank.start as u32);
+        BankStarts { codes, scales, globals }
+    }
 }
 
 /// Where records are found.
@@ -38,39 +68,41 @@ pub(super) fn launches(op: &ExpertMlp, precision: Precision) -> Result<(Vec<Laun
     let Experts::Pool { pool, layer } = &op.experts else {
         return Err(Unsupported("experts in place need host memory".into()));
     };
-    if pool.record.format.group().is_some() {
-        return Err(Unsupported(format!("its experts are {}; f32, bf16 and f16 run", pool.record.format)));
-    }
     let place =
         Place { table: Arg::View(pool.table_row(*layer)), chunks: Arg::ChunkTable(pool.clone(), *layer) };
     let record = &pool.record;
     let p = &op.p;
     let head = vec![params(op.params()), record_place(pool)?];
-    let vectors = p.hidden.is_multiple_of(8) && p.intermediate.is_multiple_of(8) && is_aligned(&op.x);
+    let are_multiples = |of: u32| p.hidden.is_multiple_of(of) && p.intermediate.is_multiple_of(of);
     if p.n_rows <= MAX_DECODE_ROWS {
+        let vectors = are_multiples(decode_columns(record.format)) && is_aligned(&op.x);
         return Ok(decode(op, record.format, &place, head, vectors));
     }
     if p.n_experts > MAX_SORTED_EXPERTS {
         return Err(Unsupported(format!("{} experts; at most {MAX_SORTED_EXPERTS}", p.n_experts)));
     }
-    let mma =
-        precision == Precision::Auto && record.format == Format::Bf16 && vectors && is_aligned(&op.parts);
+    let mma = precision == Precision::Auto
+        && mma_columns(record.format).is_some_and(are_multiples)
+        && is_aligned(&op.x)
+        && is_aligned(&op.parts);
     Ok(prefill(op, record.format, &place, head, mma))
 }
 
-/// How kernels find the records of a pool and of the bank behind it: `ExpertPlace` of the kernels.
+/// How kernels find the records of a pool and of the bank behind it.
 pub(crate) fn record_place(pool: &ExpertPool) -> Result<Arg, Unsupported> {
     let record = &pool.record;
     let Ok(record_bytes) = u32::try_from(record.bytes) else {
         return Err(Unsupported(format!("an expert of {} bytes; at most 4 GiB", record.bytes)));
     };
     let place = RecordPlace {
+        format: number(record.format),
         n_slots: pool.n_slots() as u32,
         // A pool without a slot has a bank all the same.
         slots_per_chunk: pool.slots_per_chunk.max(1) as u32,
         record_bytes,
-        up_bytes: record.up().codes.start as u32,
-        down_bytes: record.down.codes.start as u32,
+        gate: record.gate().into(),
+        up: record.up().into(),
+        down: record.down.clone().into(),
     };
     Ok(params(bytemuck::bytes_of(&place)))
 }
@@ -92,8 +124,6 @@ fn decode(
     let mut down_args = args;
     down_args.extend([Arg::View(op.parts.clone()), inner, Arg::View(op.weights.clone())]);
     if !vectors || (of == Format::F16 && p.n_rows > 1) {
-        up_args.push(format(of));
-        down_args.push(format(of));
         let grid = |columns: u32| [columns.div_ceil(WARPS), n_routes, 1];
         let launches = vec![
             launch("expert_gate_up_any", grid(p.intermediate), 32 * WARPS, up_args),
@@ -106,6 +136,9 @@ fn decode(
             (concat!("expert_gate_up_", $of, "_n", $n), concat!("expert_down_", $of, "_n", $n))
         };
     }
+    // Kernels for weights with scales take 2 or 8 rows of an expert at a time; the fewer, the more warps there are. Further rows
+    // read the expert again, out of a cache where it does not come over the link.
+    let is_sparse = n_routes <= 2 * p.n_experts && (p.in_place == 0 || p.n_rows <= 2);
     let (up, down) = match (of, p.n_rows) {
         (Format::F32, 0..=1) => names!("f32", 1),
         (Format::F32, _) => names!("f32", 16),
@@ -113,12 +146,18 @@ fn decode(
         (Format::Bf16, 2..=4) => names!("bf16", 4),
         (Format::Bf16, _) => names!("bf16", 16),
         (Format::F16, _) => names!("f16", 1),
-        (Format::Fp8 | Format::Nvfp4 | Format::Mxfp4, _) => unreachable!("refused before a launch is made"),
+        (Format::Fp8, _) if is_sparse => names!("fp8", 2),
+        (Format::Fp8, _) => names!("fp8", 8),
+        (Format::Nvfp4, _) if is_sparse => names!("nvfp4", 2),
+        (Format::Nvfp4, _) => names!("nvfp4", 8),
+        (Format::Mxfp4, _) if is_sparse => names!("mxfp4", 2),
+        (Format::Mxfp4, _) => names!("mxfp4", 8),
     };
-    let grid = |columns: u32, per_warp: u32| [columns.div_ceil(WARPS * per_warp), n_routes, 1];
+    // Columns of a block.
+    let (up_columns, down_columns) = if of.group().is_some() { (16, 32) } else { (2 * WARPS, 4 * WARPS) };
     let launches = vec![
-        launch(up, grid(p.intermediate, 2), 32 * WARPS, up_args),
-        launch(down, grid(p.hidden, 4), 32 * WARPS, down_args),
+        launch(up, [p.intermediate.div_ceil(up_columns), n_routes, 1], 32 * WARPS, up_args),
+        launch(down, [p.hidden.div_ceil(down_columns), n_routes, 1], 32 * WARPS, down_args),
     ];
     (launches, scratch.bytes)
 }
@@ -166,9 +205,11 @@ fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: b
     let mut down_args = args;
     down_args.extend([Arg::View(op.parts.clone()), inner, Arg::View(op.weights.clone())]);
     if mma {
-        let (up, down) = match rows {
-            64 => ("expert_mma_gate_up_64", "expert_mma_down_64"),
-            _ => ("expert_mma_gate_up_128", "expert_mma_down_128"),
+        let (up, down) = match (of, rows) {
+            (Format::Bf16, 64) => ("expert_mma_gate_up_64", "expert_mma_down_64"),
+            (Format::Bf16, _) => ("expert_mma_gate_up_128", "expert_mma_down_128"),
+            (_, 64) => ("expert_mma_gate_up_scaled_64", "expert_mma_down_scaled_64"),
+            (_, _) => ("expert_mma_gate_up_scaled_128", "expert_mma_down_scaled_128"),
         };
         let tiled = |kernel, columns: u32, args| Launch {
             shared_bytes: mma_shared_bytes(rows),
@@ -177,9 +218,7 @@ fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: b
         launches.push(tiled(up, p.intermediate.div_ceil(64), up_args));
         launches.push(tiled(down, p.hidden.div_ceil(128), down_args));
     } else {
-        let up =
-            by_format(of, ["expert_tile_gate_up_f32", "expert_tile_gate_up_bf16", "expert_tile_gate_up_f16"]);
-        let down = by_format(of, ["expert_tile_down_f32", "expert_tile_down_bf16", "expert_tile_down_f16"]);
+        let (up, down) = (by_format(of, GATE_UP_TILES), by_format(of, DOWN_TILES));
         launches.push(launch(up, [max_tiles, p.intermediate.div_ceil(TILE / 2), 1], 256, up_args));
         launches.push(launch(down, [max_tiles, p.hidden.div_ceil(TILE), 1], 256, down_args));
     }

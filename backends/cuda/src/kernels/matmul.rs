@@ -3,11 +3,18 @@
 
 use freetoken_backend::{Activation, Format, MatMul, MatMulParams, Precision, View, Weight};
 
-use super::{MAX_DECODE_ROWS, Scratch, by_format, format, is_aligned, launch, optional, params};
+use super::{
+    MAX_DECODE_ROWS, Scratch, by_format, decode_columns, format, is_aligned, launch, mma_columns, optional,
+    params,
+};
 use crate::launch::{Arg, Launch, Unsupported};
 
 /// Rows of an f32 tile, and its columns without a GLU.
 const TILE: u32 = 64;
+/// Kernels of f32 tiles by format.
+const TILES: [&str; 4] = ["matmul_tile_f32", "matmul_tile_bf16", "matmul_tile_f16", "matmul_tile_scaled"];
+const GLU_TILES: [&str; 4] =
+    ["matmul_tile_glu_f32", "matmul_tile_glu_bf16", "matmul_tile_glu_f16", "matmul_tile_glu_scaled"];
 /// Columns of a tensor-core tile without a GLU.
 const MMA_COLUMNS: u32 = 128;
 /// Up to how many rows tensor-core tiles have 64 rows and not 128.
@@ -20,17 +27,51 @@ struct Part<'a> {
     /// Its place among the columns of `out`.
     start: usize,
     n_columns: u32,
-    weight: View,
+    weight: Rows,
     /// The second half of a GLU.
-    up: Option<View>,
+    up: Option<Rows>,
     bias: Option<&'a Weight>,
     up_bias: Option<View>,
 }
 
-pub(super) fn launches(op: &MatMul, precision: Precision) -> Result<(Vec<Launch>, usize), Unsupported> {
-    if op.weight.format().group().is_some() {
-        return Err(Unsupported(format!("its weight is {}; f32, bf16 and f16 run", op.weight.format())));
+impl Part<'_> {
+    fn is_aligned(&self) -> bool {
+        self.weight.is_aligned() && self.up.as_ref().is_none_or(Rows::is_aligned)
     }
+}
+
+/// Rows of a weight: codes, and the scales and globals that its format has.
+#[derive(Clone)]
+struct Rows {
+    codes: View,
+    scales: Option<View>,
+    globals: Option<View>,
+}
+
+impl Rows {
+    fn of(weight: &Weight) -> Self {
+        let Weight { view, scales, globals, .. } = weight;
+        Rows { codes: view.clone(), scales: scales.clone(), globals: globals.clone() }
+    }
+
+    /// The lower half of a weight's rows.
+    fn lower_half(weight: &Weight) -> Self {
+        let half = |view: &View, bytes: usize| view.slice(bytes / 2..bytes);
+        Rows {
+            codes: half(&weight.view, weight.code_bytes()),
+            scales: weight.scales.as_ref().map(|view| half(view, weight.scale_bytes())),
+            globals: weight.globals.as_ref().map(|view| half(view, weight.global_bytes())),
+        }
+    }
+
+    /// Whether codes can be loaded 16 bytes at a time and scales in pairs, rows being whole.
+    fn is_aligned(&self) -> bool {
+        is_aligned(&self.codes)
+            && self.scales.as_ref().is_none_or(|view| view.range().start.is_multiple_of(2))
+    }
+}
+
+pub(super) fn launches(op: &MatMul, precision: Precision) -> Result<(Vec<Launch>, usize), Unsupported> {
     let parts = parts(op)?;
     if op.p.n_rows <= MAX_DECODE_ROWS {
         return Ok((parts.iter().map(|part| gemv(op, part)).collect(), 0));
@@ -38,9 +79,8 @@ pub(super) fn launches(op: &MatMul, precision: Precision) -> Result<(Vec<Launch>
     let mut scratch = Scratch::default();
     let weight_format = op.weight.format();
     let mma = precision == Precision::Auto
-        && weight_format == Format::Bf16
-        && op.p.in_features.is_multiple_of(8)
-        && parts.iter().all(|part| is_aligned(&part.weight) && part.up.as_ref().is_none_or(is_aligned));
+        && mma_columns(weight_format).is_some_and(|columns| op.p.in_features.is_multiple_of(columns))
+        && parts.iter().all(Part::is_aligned);
     let values = op.p.n_rows as usize * op.p.in_features as usize;
     let mut launches = Vec::new();
     let x = if mma {
@@ -65,7 +105,7 @@ fn parts(op: &MatMul) -> Result<Vec<Part<'_>>, Unsupported> {
     if !op.is_glu() {
         let mut start = 0;
         let part = |(i, piece): (usize, &Weight)| {
-            let (weight, n_columns) = (piece.view.clone(), piece.rows as u32);
+            let (weight, n_columns) = (Rows::of(piece), piece.rows as u32);
             let part = Part { start, n_columns, weight, up: None, bias: bias(i), up_bias: None };
             start += piece.rows;
             part
@@ -75,15 +115,14 @@ fn parts(op: &MatMul) -> Result<Vec<Part<'_>>, Unsupported> {
     let n = op.p.out_features as usize;
     let (weight, up, up_bias) = match pieces {
         [both] => {
-            let half = |view: &View, bytes: usize| view.slice(bytes..2 * bytes);
-            let up_bias = bias(0).map(|b| half(&b.view, b.format.row_bytes(n)));
-            (both.view.clone(), half(&both.view, n * both.format.row_bytes(both.cols)), up_bias)
+            let up_bias = bias(0).map(|b| b.view.slice(b.format.row_bytes(n)..2 * b.format.row_bytes(n)));
+            (Rows::of(both), Rows::lower_half(both), up_bias)
         }
         [gate, up] if gate.rows == up.rows => {
             if bias(0).map(|b| b.format) != bias(1).map(|b| b.format) {
                 return Err(Unsupported("the biases of gate and up differ in format".into()));
             }
-            (gate.view.clone(), up.view.clone(), bias(1).map(|b| b.view.clone()))
+            (Rows::of(gate), Rows::of(up), bias(1).map(|b| b.view.clone()))
         }
         _ => return Err(Unsupported("a GLU whose weight is neither one piece nor gate and up".into())),
     };
@@ -99,6 +138,17 @@ fn view_or_null(view: Option<&View>) -> Arg {
     view.map_or(Arg::Null, |view| Arg::View(view.clone()))
 }
 
+/// What a launch is told of a weight that may have scales, behind its other arguments.
+fn scale_args(part: &Part<'_>) -> [Arg; 4] {
+    let up = part.up.as_ref();
+    [
+        view_or_null(part.weight.scales.as_ref()),
+        view_or_null(up.and_then(|up| up.scales.as_ref())),
+        view_or_null(part.weight.globals.as_ref()),
+        view_or_null(up.and_then(|up| up.globals.as_ref())),
+    ]
+}
+
 fn gemv(op: &MatMul, part: &Part<'_>) -> Launch {
     let p = &op.p;
     let (norm, norm_format) = optional(op.norm.as_ref());
@@ -109,8 +159,8 @@ fn gemv(op: &MatMul, part: &Part<'_>) -> Launch {
         Arg::View(op.x.clone()),
         view_or_null(op.rows.as_ref()),
         norm,
-        Arg::View(part.weight.clone()),
-        view_or_null(part.up.as_ref()),
+        Arg::View(part.weight.codes.clone()),
+        view_or_null(part.up.as_ref().map(|up| &up.codes)),
         bias,
         view_or_null(part.up_bias.as_ref()),
         Arg::U32(part.n_columns),
@@ -118,13 +168,14 @@ fn gemv(op: &MatMul, part: &Part<'_>) -> Launch {
         bias_format,
     ];
     let weight_format = op.weight.format();
-    let vectors = p.in_features.is_multiple_of(8)
-        && op.norm.as_ref().is_none_or(|norm| norm.format != Format::F16)
-        && [Some(&op.x), Some(&part.weight), part.up.as_ref(), op.norm.as_ref().map(|norm| &norm.view)]
-            .into_iter()
-            .flatten()
-            .all(is_aligned);
+    let vectors = p.in_features.is_multiple_of(decode_columns(weight_format))
+        && part.is_aligned()
+        && is_aligned(&op.x)
+        && op.norm.as_ref().is_none_or(|norm| norm.format != Format::F16 && is_aligned(&norm.view));
     let kernel = gemv_kernel(p.n_rows, op.norm.is_some(), weight_format).filter(|_| vectors);
+    if kernel.is_none() || weight_format.group().is_some() {
+        args.extend(scale_args(part));
+    }
     let Some(Gemv { kernel, warps, rows_per_block }) = kernel else {
         args.push(format(weight_format));
         return launch("matmul_gemv_any", [part.n_columns.div_ceil(4), p.n_rows, 1], 128, args);
@@ -163,7 +214,12 @@ fn gemv_kernel(n_rows: u32, norm: bool, of: Format) -> Option<Gemv> {
         (Format::Bf16, 3..=4) => (kernel!("bf16", 4), 4, 16),
         (Format::Bf16, 5..=8) => (kernel!("bf16", 8), 8, 32),
         (Format::Bf16, _) => (kernel!("bf16", 16), 8, 32),
-        (Format::Fp8 | Format::Nvfp4 | Format::Mxfp4, _) => return None,
+        (Format::Fp8, 0..=2) => (kernel!("fp8", 2), 8, 16),
+        (Format::Fp8, _) => (kernel!("fp8", 8), 4, 32),
+        (Format::Nvfp4, 0..=2) => (kernel!("nvfp4", 2), 8, 16),
+        (Format::Nvfp4, _) => (kernel!("nvfp4", 8), 4, 32),
+        (Format::Mxfp4, 0..=2) => (kernel!("mxfp4", 2), 8, 16),
+        (Format::Mxfp4, _) => (kernel!("mxfp4", 8), 4, 32),
     };
     Some(Gemv { kernel, warps, rows_per_block })
 }
@@ -185,36 +241,42 @@ fn prepare(kernel: &'static str, op: &MatMul, to: Arg) -> Launch {
 
 fn tile_args(op: &MatMul, part: &Part<'_>, x: Arg) -> Vec<Arg> {
     let (bias, bias_format) = optional(part.bias);
-    vec![
+    let mut args = vec![
         params(bytemuck::bytes_of(&op.p)),
         out(op, part),
         x,
-        Arg::View(part.weight.clone()),
-        view_or_null(part.up.as_ref()),
+        Arg::View(part.weight.codes.clone()),
+        view_or_null(part.up.as_ref().map(|up| &up.codes)),
         bias,
         view_or_null(part.up_bias.as_ref()),
         Arg::U32(part.n_columns),
         bias_format,
-    ]
+    ];
+    if op.weight.format().group().is_some() {
+        args.extend(scale_args(part));
+        args.push(format(op.weight.format()));
+    }
+    args
 }
 
 fn f32_tiles(op: &MatMul, part: &Part<'_>, x: Arg) -> Launch {
-    let (names, columns) = if op.is_glu() {
-        (["matmul_tile_glu_f32", "matmul_tile_glu_bf16", "matmul_tile_glu_f16"], TILE / 2)
-    } else {
-        (["matmul_tile_f32", "matmul_tile_bf16", "matmul_tile_f16"], TILE)
-    };
+    let (names, columns) = if op.is_glu() { (GLU_TILES, TILE / 2) } else { (TILES, TILE) };
     let grid = [op.p.n_rows.div_ceil(TILE), part.n_columns.div_ceil(columns), 1];
     launch(by_format(op.weight.format(), names), grid, 256, tile_args(op, part, x))
 }
 
 fn mma_tiles(op: &MatMul, part: &Part<'_>, x: Arg) -> Launch {
     let rows = mma_rows(op.p.n_rows);
-    let (kernel, columns) = match (op.is_glu(), rows) {
-        (false, 64) => ("matmul_mma_64", MMA_COLUMNS),
-        (false, _) => ("matmul_mma_128", MMA_COLUMNS),
-        (true, 64) => ("matmul_mma_glu_64", MMA_COLUMNS / 2),
-        (true, _) => ("matmul_mma_glu_128", MMA_COLUMNS / 2),
+    let columns = if op.is_glu() { MMA_COLUMNS / 2 } else { MMA_COLUMNS };
+    let kernel = match (op.weight.format().group().is_some(), op.is_glu(), rows) {
+        (false, false, 64) => "matmul_mma_64",
+        (false, false, _) => "matmul_mma_128",
+        (false, true, 64) => "matmul_mma_glu_64",
+        (false, true, _) => "matmul_mma_glu_128",
+        (true, false, 64) => "matmul_mma_scaled_64",
+        (true, false, _) => "matmul_mma_scaled_128",
+        (true, true, 64) => "matmul_mma_scaled_glu_64",
+        (true, true, _) => "matmul_mma_scaled_glu_128",
     };
     let grid = [op.p.n_rows.div_ceil(rows), part.n_columns.div_ceil(columns), 1];
     Launch { shared_bytes: mma_shared_bytes(rows), ..launch(kernel, grid, 256, tile_args(op, part, x)) }
@@ -230,7 +292,7 @@ pub(super) fn mma_shared_bytes(rows: u32) -> u32 {
     (rows + MMA_COLUMNS) * MMA_STAGE * 2
 }
 
-/// `out = weight . x` in f32 tiles, for rows that need no more than that.
+/// `out = weight . x` in f32 tiles, for rows that need no more than that and a weight of codes only.
 pub(super) fn plain_tiles(n_rows: u32, x: Arg, weight: &Weight, out: Arg) -> Launch {
     let p = MatMulParams {
         n_rows,
@@ -251,7 +313,6 @@ pub(super) fn plain_tiles(n_rows: u32, x: Arg, weight: &Weight, out: Arg) -> Lau
         Arg::U32(p.out_features),
         Arg::U32(0),
     ];
-    let names = ["matmul_tile_f32", "matmul_tile_bf16", "matmul_tile_f16"];
     let grid = [n_rows.div_ceil(TILE), p.out_features.div_ceil(TILE), 1];
-    launch(by_format(weight.format, names), grid, 256, args)
+    launch(by_format(weight.format, TILES), grid, 256, args)
 }

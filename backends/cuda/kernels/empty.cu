@@ -1,2 +1,0 @@
-// Nothing: what a kernel costs by itself. For benches.
-extern "C" __global__ void empty() {}
