@@ -4,7 +4,7 @@
 // Routes come sorted by expert in tiles of at most TILE, `routes` as expert_mlp_group leaves it; records as in
 // expert_mlp_gemv. A workgroup computes a tile of routes times OUTPUTS outputs as in matmul_tiled. Experts outside of the window
 // of chunks are left to other dispatches. Bound by f32 multiply-adds; each load of weights chooses a chunk, which is not free, so that
-// none brings less than a vec4.
+// eight columns come at a time.
 
 override DOWN: bool = false;
 override WIDE: bool = true;

@@ -75,7 +75,7 @@ fn scales_of(row: Row, c: u32) -> vec2<f32> {
     return vec2(scale_of(row, c));
 }
 
-// Rows are wide where they start at 16 bytes and hold whole vec4s of codes.
+// Rows are wide where they start at 16 bytes and hold a multiple of 8 elements in whole vec4s.
 
 // The vec4 that holds column `c` of a wide row.
 fn vec_of(row: Row, c: u32) -> u32 {

@@ -96,8 +96,8 @@ impl Expected {
 pub struct Placement {
     /// For reports.
     pub name: &'static str,
-    /// Slots of the cache; `None`: all experts on the device, and no route points.
-    pub slots: Option<usize>,
+    /// The cache; `None`: all experts on the device, and no route points.
+    pub cache: Option<CacheSize>,
     /// Where misses are computed.
     pub mode: Mode,
     /// Whether the device may read host memory.
@@ -109,8 +109,8 @@ pub struct Placement {
 }
 
 impl Placement {
-    const fn new(name: &'static str, slots: Option<usize>, mode: Mode) -> Self {
-        Placement { name, slots, mode, in_place: true, host: true, resized: false }
+    const fn new(name: &'static str, cache: Option<CacheSize>, mode: Mode) -> Self {
+        Placement { name, cache, mode, in_place: true, host: true, resized: false }
     }
 
     const fn without_in_place(self) -> Self {
@@ -122,17 +122,19 @@ impl Placement {
     }
 }
 
+const NO_SLOTS: Option<CacheSize> = Some(CacheSize::Slots(0));
+
 /// Every place that an expert can have.
 pub const PLACEMENTS: &[Placement] = &[
     Placement::new("resident", None, Mode::Auto).without_in_place(),
     Placement::new("in place where memory is one, else resident", None, Mode::Auto),
-    Placement::new("in two slots", Some(2), Mode::Auto),
-    Placement::new("on the host", Some(0), Mode::Cpu).without_in_place(),
-    Placement::new("fetched", Some(12), Mode::Gpu).without_in_place().without_host(),
+    Placement::new("in two slots", Some(CacheSize::Slots(2)), Mode::Auto),
+    Placement::new("on the host", NO_SLOTS, Mode::Cpu).without_in_place(),
+    Placement::new("fetched", Some(CacheSize::Percent(75.0)), Mode::Gpu).without_in_place().without_host(),
     // Without slots, since a device with slots would rather fetch.
-    Placement::new("in place", Some(0), Mode::Gpu).without_host(),
-    Placement::new("half fetched, half on the host", Some(9), Mode::Share(0.5)),
-    Placement { resized: true, ..Placement::new("in slots that come and go", Some(20), Mode::Share(0.7)) },
+    Placement::new("in place", NO_SLOTS, Mode::Gpu).without_host(),
+    Placement::new("half fetched, half on the host", Some(CacheSize::Percent(55.0)), Mode::Share(0.5)),
+    Placement { resized: true, ..Placement::new("in slots that come and go", NO_SLOTS, Mode::Share(0.7)) },
 ];
 
 /// Rates of no machine, so that nothing is measured for a model that small.
@@ -153,13 +155,13 @@ const RATES: Rates = Rates {
 impl Placement {
     /// Whether the device can do without what the placement forbids.
     pub fn suits(&self, caps: &Caps) -> bool {
-        self.slots.is_none() || self.host || !self.in_place || caps.reads_host
+        self.cache.is_none() || self.host || !self.in_place || caps.reads_host
     }
 
     /// The options of an engine that places experts so. `host` computes beside the device.
     pub fn options(&self, options: EngineOptions, host: &Arc<dyn Backend>) -> EngineOptions {
         EngineOptions {
-            expert_cache: self.slots.map(CacheSize::Slots),
+            expert_cache: self.cache,
             elastic: ElasticOptions {
                 mode: self.mode,
                 in_place: self.in_place,
@@ -200,8 +202,9 @@ pub fn run_placed(
     let prompts = facts["prompts"].as_array().context("expected.json: `prompts` is missing")?;
     for (i, prompt) in prompts.iter().filter_map(Value::as_str).enumerate() {
         if placement.resized {
-            let slots = Some([10, 28, 5][i % 3]);
-            engine.divide(Division { expert_slots: slots, ..Division::default() }, &mut [])?;
+            let n_experts = engine.elastic().map_or(0, Elastic::n_experts);
+            let expert_slots = Some([5 * n_experts / 8, n_experts, n_experts / 3][i % 3]);
+            engine.divide(Division { expert_slots, ..Division::default() }, &mut [])?;
         }
         let tokens: Vec<u32> = expected.get(&format!("{prompt}.input_ids")).context("no input_ids")?;
         match backend.caps().precision {

@@ -266,7 +266,7 @@ fn the_command_converts_refuses_and_checks() {
         ),
         (&["convert", dense, &at("d"), "--quantize", "mxfp4"], "has no routed experts to quantise"),
         (&["convert", &out, &at("d"), "--quantize", "mxfp4"], "has experts in nvfp4 already"),
-        (&["convert", "nowhere/at/all", &at("d")], "does not exist"),
+        (&["convert", "nowhere/at/all", &at("d")], "there is no model"),
     ] {
         let said = sentence(args);
         assert!(said.contains(part), "{args:?}: {said}");

@@ -218,14 +218,15 @@ fn memory_is_divided_anew_while_requests_run_and_no_text_changes() {
         let scheduler = scheduler_with(&options, 2, 8);
         let both = [(1, 150), (2, 300)].map(|(i, n)| scheduler.submit(request(&prompt(i, n), 60)).unwrap());
         if divide {
+            until("both run", || scheduler.stats().n_running == 2);
+            let little = Division { expert_slots: None, kv_tokens: Some(PAGE_TOKENS) };
+            assert!(scheduler.divide(little).unwrap_err().contains("running sequences"));
             for (slots, kv_tokens) in [(8, 1024), (30, 768), (16, 1024)] {
-                std::thread::sleep(Duration::from_millis(40));
+                std::thread::sleep(Duration::from_millis(20));
                 let division = Division { expert_slots: Some(slots), kv_tokens: Some(kv_tokens) };
                 let cache = scheduler.divide(division).unwrap();
                 assert_eq!((cache.experts.unwrap().n_slots, cache.kv_tokens), (slots, kv_tokens));
             }
-            let little = Division { expert_slots: None, kv_tokens: Some(PAGE_TOKENS) };
-            assert!(scheduler.divide(little).unwrap_err().contains("running sequences"));
         }
         both.map(|events| answer(events).0)
     };

@@ -153,7 +153,7 @@ struct Half {
     x: Slot,
     in_features: u32,
     out_features: u32,
-    /// Columns of a row are a multiple of this where rows are wide.
+    /// See [`wide_cols`].
     wide_cols: u32,
     /// Of gate or down, from the start of a record: codes in elements, scales in bytes, globals in words.
     starts: [u32; 3],

@@ -33,7 +33,7 @@ fn bound_rows(matrix: &Matrix, gpu: &Gpu) -> usize {
     window_rows(gpu, banks.into_iter().max().unwrap_or(1))
 }
 
-/// Columns of a row are a multiple of this where rows are wide: whole vec4s of codes, and eight columns at least.
+/// Columns of a row are a multiple of this where rows are wide, as rows.wgsl says.
 pub(super) fn wide_cols(format: Format) -> u32 {
     match format {
         Format::F32 | Format::Bf16 | Format::F16 => 8,
