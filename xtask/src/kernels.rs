@@ -9,6 +9,7 @@ mod nvrtc;
 mod usage;
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +17,8 @@ use std::{fs, thread};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use container::{Target, hash, images};
+use container::{Target, hash, packs};
+use lzma_rust2::{LzmaOptions, LzmaWriter};
 use nvrtc::{Compiler, Source};
 use usage::Usage;
 
@@ -35,8 +37,8 @@ const TARGETS: [Target; 7] = [
     Target::Ptx(8, 0),
 ];
 
-/// Images by module and target.
-type Images = BTreeMap<(String, Target), Vec<u8>>;
+/// Images by target and module.
+type Images = BTreeMap<(Target, String), Vec<u8>>;
 
 /// Compiles and writes, or compares.
 pub(crate) fn run(args: &[&str]) -> Result<()> {
@@ -55,7 +57,7 @@ pub(crate) fn run(args: &[&str]) -> Result<()> {
     if check {
         return compare(&images);
     }
-    let bundle = pack(&images);
+    let bundle = pack(&images)?;
     ensure!(
         bundle.len() <= MAX_BUNDLE_BYTES,
         "{BUNDLE} would take {} bytes: have fewer variants",
@@ -63,7 +65,7 @@ pub(crate) fn run(args: &[&str]) -> Result<()> {
     );
     fs::write(BUNDLE, &bundle).with_context(|| format!("{BUNDLE} cannot be written"))?;
     let raw: usize = images.values().map(Vec::len).sum();
-    println!("{BUNDLE}: {} images, {} KiB, {} KiB deflated", images.len(), raw >> 10, bundle.len() >> 10);
+    println!("{BUNDLE}: {} images, {} KiB, {} KiB packed", images.len(), raw >> 10, bundle.len() >> 10);
     Ok(())
 }
 
@@ -102,7 +104,7 @@ fn compile(compiler: &Compiler, sources: &[Source], headers: &[Source]) -> Resul
     let mut usage = Vec::new();
     for (source, target, compiled) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
         usage.extend(usage::read(&compiled.log, target));
-        images.insert((stem(&source.name).to_owned(), target), compiled.image);
+        images.insert((target, stem(&source.name).to_owned()), compiled.image);
     }
     usage.sort_by(|a, b| (&a.kernel, a.target).cmp(&(&b.kernel, b.target)));
     Ok((images, usage))
@@ -112,39 +114,50 @@ fn stem(name: &str) -> &str {
     Path::new(name).file_stem().and_then(|stem| stem.to_str()).unwrap_or(name)
 }
 
-fn pack(images: &Images) -> Vec<u8> {
-    let mut index = container::MAGIC.to_vec();
-    index.extend((images.len() as u32).to_le_bytes());
-    let mut data = Vec::new();
-    for ((module, target), image) in images {
-        let deflated = miniz_oxide::deflate::compress_to_vec(image, 10);
+fn pack(images: &Images) -> Result<Vec<u8>> {
+    let mut bundle = container::MAGIC.to_vec();
+    bundle.extend((images.len() as u32).to_le_bytes());
+    let mut of_targets: BTreeMap<Target, Vec<u8>> = BTreeMap::new();
+    for ((target, module), image) in images {
         let mut name = module.clone().into_bytes();
         assert!(name.len() < container::NAME_BYTES, "the name of {module}.cu is too long");
         name.resize(container::NAME_BYTES, 0);
-        index.extend(name);
-        for number in [target.code(), image.len() as u32, deflated.len() as u32] {
-            index.extend(number.to_le_bytes());
+        bundle.extend(name);
+        for number in [target.code(), image.len() as u32] {
+            bundle.extend(number.to_le_bytes());
         }
-        index.extend(hash(image).to_le_bytes());
-        data.extend(deflated);
+        bundle.extend(hash(image).to_le_bytes());
+        of_targets.entry(*target).or_default().extend(image);
     }
-    index.extend(data);
-    index
+    for (target, images) in of_targets {
+        let mut options = LzmaOptions { nice_len: LzmaOptions::NICE_LEN_MAX, ..LzmaOptions::with_preset(7) };
+        if let Target::Cubin(..) = target {
+            // An instruction takes 16 bytes.
+            (options.lc, options.lp, options.pb) = (0, 4, 4);
+        }
+        let mut packed = LzmaWriter::new_use_header(Vec::new(), &options, Some(images.len() as u64))?;
+        packed.write_all(&images)?;
+        let packed = packed.finish()?;
+        bundle.extend((packed.len() as u32).to_le_bytes());
+        bundle.extend(packed);
+    }
+    Ok(bundle)
 }
 
 /// Compares with the bundle, image by image, and names the modules that differ.
 fn compare(compiled: &Images) -> Result<()> {
     let bundle = fs::read(BUNDLE).with_context(|| format!("{BUNDLE} cannot be read"))?;
     let mut committed = Images::new();
-    for image in images(&bundle).map_err(anyhow::Error::msg)? {
-        let bytes = image.inflate().map_err(anyhow::Error::msg)?;
-        committed.insert((image.module.to_owned(), image.target), bytes);
+    for pack in packs(&bundle).map_err(anyhow::Error::msg)? {
+        let unpacked = pack.unpack().map_err(anyhow::Error::msg)?;
+        let modules = pack.images.iter().map(|image| (pack.target, image.module.to_owned()));
+        committed.extend(modules.zip(unpacked));
     }
     let mut differing: Vec<String> = compiled
         .keys()
         .chain(committed.keys())
         .filter(|key| compiled.get(key) != committed.get(key))
-        .map(|(module, target)| format!("{module} ({})", usage::name(*target)))
+        .map(|(target, module)| format!("{module} ({})", usage::name(*target)))
         .collect();
     differing.sort();
     differing.dedup();

@@ -2,7 +2,7 @@
 
 mod container;
 
-use container::{Target, images};
+use container::{Target, packs};
 
 /// Compiled kernels: cubins for every generation that was known, PTX for those to come.
 const BUNDLE: &[u8] = include_bytes!("../kernels.bundle");
@@ -17,14 +17,13 @@ pub(crate) fn pick(compute: (u32, u32)) -> Result<Vec<Vec<u8>>, String> {
 }
 
 fn pick_from(bundle: &[u8], compute: (u32, u32)) -> Result<Vec<Vec<u8>>, String> {
-    let images = images(bundle)?;
-    let best =
-        images.iter().map(|image| image.target).filter(|&target| runs(target, compute)).max_by_key(rank);
+    let packs = packs(bundle)?;
+    let best = packs.iter().filter(|pack| runs(pack.target, compute)).max_by_key(|pack| rank(pack.target));
     let Some(best) = best else {
         let (major, minor) = compute;
         return Err(format!("compute capability {major}.{minor} is too old: 8.0 or newer is needed"));
     };
-    images.iter().filter(|image| image.target == best).map(|image| image.inflate()).collect()
+    best.unpack()
 }
 
 fn runs(target: Target, compute: (u32, u32)) -> bool {
@@ -35,7 +34,7 @@ fn runs(target: Target, compute: (u32, u32)) -> bool {
 }
 
 /// Machine code before PTX, then the newest.
-fn rank(target: &Target) -> (bool, u32) {
+fn rank(target: Target) -> (bool, u32) {
     (matches!(target, Target::Cubin(..)), target.code())
 }
 
@@ -44,8 +43,12 @@ mod tests {
     use super::*;
 
     fn target(compute: (u32, u32)) -> Option<Target> {
-        let images = images(BUNDLE).unwrap();
-        images.iter().map(|image| image.target).filter(|&target| runs(target, compute)).max_by_key(rank)
+        let packs = packs(BUNDLE).unwrap();
+        packs
+            .iter()
+            .map(|pack| pack.target)
+            .filter(|&target| runs(target, compute))
+            .max_by_key(|&target| rank(target))
     }
 
     #[test]
@@ -64,18 +67,15 @@ mod tests {
 
     #[test]
     fn all_targets_hold_the_same_modules() {
-        let images = images(BUNDLE).unwrap();
-        let modules = |target| {
-            images
-                .iter()
-                .filter(move |image| image.target == target)
-                .map(|image| image.module)
-                .collect::<Vec<_>>()
-        };
-        let first = modules(Target::Cubin(8, 0));
+        let modules: Vec<(Target, Vec<&str>)> = packs(BUNDLE)
+            .unwrap()
+            .iter()
+            .map(|pack| (pack.target, pack.images.iter().map(|image| image.module).collect()))
+            .collect();
+        let (_, first) = &modules[0];
         assert!(first.contains(&"matmul_mma"), "{first:?}");
-        for image in &images {
-            assert_eq!(modules(image.target), first, "{:?}", image.target);
+        for (target, modules) in &modules {
+            assert_eq!(modules, first, "{target:?}");
         }
     }
 
