@@ -188,9 +188,8 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   __syncthreads();
 
-  // Warps 0 and 1: W; 2 and 3: U.
-  const u16* right = warp < 2 ? keys : values;
-  u16* to = warp < 2 ? w_out : u_out;
+  // Warps 0 and 1: W; 2 and 3: U. Both take the place of what they were made from, and leave in whole lines.
+  u16* operand = warp < 2 ? keys : values;
   float products[D / 8][4] = {};
 #pragma unroll
   for (int step = 0; step < CHUNK / 16; step++) {
@@ -199,28 +198,37 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {
       u32 b[4];
-      load_matrices_transposed(b, right + wide(step * 16 + lane % 16, n * 8 + lane / 16 * 8));
+      load_matrices_transposed(b, operand + wide(step * 16 + lane % 16, n * 8 + lane / 16 * 8));
       mma_bf16(products[n], a, b[0], b[1]);
       mma_bf16(products[n + 1], a, b[2], b[3]);
     }
   }
+  __syncthreads();
 #pragma unroll
   for (int n = 0; n < D / 8; n++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      *(u32*)(to + wide(m + half * 8 + g, n * 8 + t * 2)) = pack_bf16(products[n][half * 2], products[n][half * 2 + 1]);
+      *(u32*)(operand + wide(m + half * 8 + g, n * 8 + t * 2)) = pack_bf16(products[n][half * 2], products[n][half * 2 + 1]);
     }
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (u32 i = threadIdx.x * 8; i < WIDE; i += blockDim.x * 8) {
+    *(uint4*)(w_out + i) = *(const uint4*)(keys + i);
+    *(uint4*)(u_out + i) = *(const uint4*)(values + i);
   }
 }
 
 // Everything is transposed, so that what one product leaves in registers is what the next one takes: a warp owns 16 columns of the
-// values, S^T [16, 128] for the whole walk and V'^T and O^T [16, 32] for a chunk, and shares nothing but the norm. Records are copied
-// to shared memory one ahead: 2 * RECORD * 2 bytes of it. Bytes: a record a chunk, z and out once, the state once a launch. Bound by
-// shared memory and latency: a head is one block.
+// values, S^T [16, 128] for the whole walk and V'^T and O^T [16, 32] for a chunk. For the norm O goes through shared memory, from
+// where a warp takes whole rows. Records are copied to shared memory one ahead. Dynamic shared memory: 2 * RECORD * 2 bytes and
+// CHUNK * STRIDE * 4. Bytes: a record a chunk, z and out once, the state once a launch. Bound by latency: a head is one block.
+constexpr int STRIDE = D + 4;
+
 extern "C" __global__ void __launch_bounds__(256)
     gated_delta_states(GATED_DELTA_ARGUMENTS, const u16* records, const float* decays, u32 first, u32 n_numbers, u32 max_rows) {
   DYNAMIC_SHARED(shared);
-  __shared__ float squares[D / 16][CHUNK];
+  float* read = (float*)(shared + 2 * RECORD * sizeof(u16));
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const u32 head = blockIdx.x, heads = p.n_value_heads;
   const Span span = spans[blockIdx.y];
@@ -229,8 +237,12 @@ extern "C" __global__ void __launch_bounds__(256)
   if (span_rows(span) <= max_rows || begin >= end) return;
 
   const auto fetch = [&](u32 number, u32 stage) {
-    const u16* from = records + ((i64)(number - first) * heads + head) * RECORD;
-    for (u32 i = threadIdx.x; i < RECORD / 8; i += 256) copy_async((u16*)shared + stage * RECORD + i * 8, from + i * 8, true);
+    const u16* from = records + ((i64)(number - first) * heads + head) * RECORD + threadIdx.x * 8;
+    u16* to = (u16*)shared + stage * RECORD + threadIdx.x * 8;
+#pragma unroll
+    for (u32 i = 0; i < RECORD / 8; i += 256) {
+      if (i + 256 <= RECORD / 8 || i + threadIdx.x < RECORD / 8) copy_async(to + i * 8, from + i * 8, true);
+    }
   };
   fetch(begin, 0);
   copy_commit();
@@ -245,24 +257,22 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int e = 0; e < 4; e++) s[n][e] = resumes ? own[(n * 8 + t * 2 + e % 2) * D + e / 2 * 8] : 0.0f;
   }
-  const float* norm = constants + 2 * heads + value;
-  const float weights[2] = {norm[0], norm[8]};
+  // Of the rows that a warp finishes, warp + 8 * i, lane + 32 * j.
+  const float* norm = constants + 2 * heads + lane;
+  const float weights[4] = {norm[0], norm[32], norm[64], norm[96]};
 
   for (u32 number = begin, stage = 0; number < end; number++, stage ^= 1) {
-    if (number + 1 < end) fetch(number + 1, stage ^ 1);
-    copy_commit();
     const u32 row = span.first + (number - own_first) * CHUNK, n_rows = min((u32)CHUNK, span.end - row);
     const float decay = decays[(number - first) * heads + head];
-    // Element e of tile n from here on: the same columns, row n * 8 + 2 * t + e % 2 of the chunk.
-    float gate[CHUNK / 8][4];
+    float gate[4][4];
 #pragma unroll
-    for (int n = 0; n < CHUNK / 8; n++) {
+    for (int i = 0; i < 4; i++) {
+      const float* from = z + (i64)(row + warp + i * 8) * p.z_width + p.z_start + head * D + lane;
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const u32 i = min(n * 8 + t * 2 + e % 2, n_rows - 1);
-        gate[n][e] = z[(i64)(row + i) * p.z_width + p.z_start + head * D + value + e / 2 * 8];
-      }
+      for (int j = 0; j < 4; j++) gate[i][j] = warp + i * 8 < n_rows ? from[j * 32] : 0.0f;
     }
+    if (number + 1 < end) fetch(number + 1, stage ^ 1);
+    copy_commit();
     copy_wait<1>();
     __syncthreads();
     const u16* w_of = (const u16*)shared + stage * RECORD;
@@ -271,6 +281,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const u16* u_of = w_of + 3 * WIDE;
     const u16* p_of = w_of + 4 * WIDE;
 
+    // Element e of tile n from here on: the same columns, row n * 8 + 2 * t + e % 2 of the chunk.
     float v[CHUNK / 8][4] = {}, o[CHUNK / 8][4] = {};
 #pragma unroll
     for (int step = 0; step < D / 16; step++) {
@@ -327,30 +338,26 @@ extern "C" __global__ void __launch_bounds__(256)
       }
     }
 
-    // The norm is over all warps' columns.
 #pragma unroll
     for (int n = 0; n < CHUNK / 8; n++) {
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float square = o[n][e] * o[n][e] + o[n][e + 2] * o[n][e + 2];
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) square += __shfl_xor_sync(FULL_WARP, square, lanes);
-        if (g == 0) squares[warp][n * 8 + t * 2 + e] = square;
-      }
+      for (int e = 0; e < 4; e++) read[(n * 8 + t * 2 + e % 2) * STRIDE + value + e / 2 * 8] = o[n][e];
     }
     __syncthreads();
-    float square = 0.0f;
 #pragma unroll
-    for (int w = 0; w < D / 16; w++) square += squares[w][lane];
-    const float scale = rsqrtf(square / D + p.eps);
+    for (int i = 0; i < 4; i++) {
+      const u32 r = warp + i * 8;
+      if (r >= n_rows) break;
+      float squares = 0.0f, result[4];
 #pragma unroll
-    for (int n = 0; n < CHUNK / 8; n++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const u32 i = n * 8 + t * 2 + e % 2;
-        const float scaled = o[n][e] * __shfl_sync(FULL_WARP, scale, i) * weights[e / 2] * silu(gate[n][e]);
-        if (i < n_rows) out[((i64)(row + i) * heads + head) * D + value + e / 2 * 8] = scaled;
+      for (int j = 0; j < 4; j++) {
+        result[j] = read[r * STRIDE + lane + j * 32];
+        squares += result[j] * result[j];
       }
+      const float scale = rsqrtf(warp_sum(squares) / D + p.eps);
+      float* to = out + ((i64)(row + r) * heads + head) * D + lane;
+#pragma unroll
+      for (int j = 0; j < 4; j++) to[j * 32] = result[j] * scale * weights[j] * silu(gate[i][j]);
     }
   }
 #pragma unroll

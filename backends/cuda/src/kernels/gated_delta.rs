@@ -38,9 +38,10 @@ pub(super) fn launches(op: &GatedDelta, precision: Precision) -> (Vec<Launch>, u
             let chunks = [records.clone(), decays.clone(), Arg::U32(first), Arg::U32(max_rows)];
             let states = [records.clone(), decays.clone(), Arg::U32(first), Arg::U32(n), Arg::U32(max_rows)];
             launches.push(launch("gated_delta_chunks", [p.n_value_heads, n, 1], 128, with(op, chunks)));
-            // Two records: one is read while the next comes.
+            // Two records, of which one comes while the other is read, and rows of results.
+            let shared_bytes = 2 * RECORD_BYTES + 4 * CHUNK_ROWS * (FAST_DIM + 4);
             let states = launch("gated_delta_states", grid, 256, with(op, states));
-            launches.push(Launch { shared_bytes: 2 * RECORD_BYTES, ..states });
+            launches.push(Launch { shared_bytes, ..states });
         }
     }
     (launches, scratch.bytes)
