@@ -18,10 +18,14 @@ fn cpu() -> Arc<dyn Backend> {
     Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap())
 }
 
-fn demo(options: EngineOptions) -> Result<Engine, String> {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
+fn open(model: &str, options: EngineOptions) -> Result<Engine, String> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join(model);
     let options = EngineOptions { context: 512, max_sequences: 4, ..options };
-    ModelFiles::open(Some(&demo)).unwrap().engine(cpu(), &options, &mut |_| ()).map_err(|e| e.to_string())
+    ModelFiles::open(Some(&dir)).unwrap().engine(cpu(), &options, &mut |_| ()).map_err(|e| e.to_string())
+}
+
+fn demo(options: EngineOptions) -> Result<Engine, String> {
+    open("models/demo", options)
 }
 
 fn cached(slots: usize, elastic: ElasticOptions) -> Result<Engine, String> {
@@ -172,6 +176,30 @@ fn a_step_that_fails_leaves_the_engine_usable() {
     assert!(engine.decode(&mut step, &mut [0; 3]).is_err());
     sequences.iter_mut().for_each(|sequence| engine.release(sequence));
     assert_eq!(golden::greedy(&mut engine, &prompt()[..20], 6).unwrap(), alone);
+}
+
+#[test]
+fn a_recurrent_sequence_begins_anew_behind_a_step_that_failed() {
+    let elastic = ElasticOptions { in_place: false, mode: Mode::Gpu, ..ElasticOptions::default() };
+    let expert_cache = Some(CacheSize::Slots(2));
+    let options = EngineOptions { expert_cache, elastic, ..EngineOptions::default() };
+    let mut engine = open("tests/golden/qwen3_5_moe-bf16", options).unwrap();
+    let prompts: Vec<Vec<u32>> = (0..3).map(|i| (i..i + 20).map(|t| t * 37 % 311).collect()).collect();
+    let mut sequences: Vec<Sequence> =
+        prompts.iter().map(|prompt| Sequence::new(prompt, SamplingParams::GREEDY, 64)).collect();
+    for sequence in &mut sequences {
+        let token = engine.prefill(sequence, &mut |_| true).unwrap().unwrap();
+        sequence.push(token);
+    }
+    let mut step: Vec<&mut Sequence> = sequences.iter_mut().collect();
+    assert!(engine.decode(&mut step, &mut [0; 3]).is_err());
+    for sequence in &mut sequences {
+        assert_eq!((sequence.n_computed(), sequence.pending().len()), (0, 21));
+        let again = engine.prefill(sequence, &mut |_| true).unwrap().unwrap();
+        let tokens = sequence.tokens().to_vec();
+        engine.release(sequence);
+        assert_eq!(golden::greedy(&mut engine, &tokens, 1).unwrap(), [again]);
+    }
 }
 
 #[test]

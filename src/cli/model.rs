@@ -5,6 +5,7 @@ use std::{path::PathBuf, sync::Arc};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use freetoken_backend::{Backend, Precision};
+use indicatif::BinaryBytes;
 
 use super::{
     memory::MemoryArgs,
@@ -15,7 +16,6 @@ use crate::{
     engine::{Engine, EngineOptions},
     model_files::ModelFiles,
     models,
-    moe::ByteCount,
 };
 
 /// Context that is made room for unless one is asked for: long enough for a conversation, small enough for a laptop.
@@ -100,7 +100,7 @@ impl ModelArgs {
             note(&format!("left aside: {parts}"));
         }
         if engine.is_recurrent() {
-            let bytes = ByteCount(engine.state_bytes() as u64);
+            let bytes = BinaryBytes(engine.state_bytes() as u64);
             note(&format!("recurrent layers keep {bytes} of each sequence beside its keys and values"));
         }
         if let Some(asked) = self.context.filter(|&n| n as usize > engine.context()) {

@@ -63,7 +63,7 @@ impl StatePool {
 #[derive(Debug, Clone)]
 pub struct StateSnapshot {
     tokens: Vec<u32>,
-    /// Of all layers, one behind the other; empty where no layer is recurrent.
+    /// Of all layers, one behind the other; empty where no layer is recurrent, or nothing was computed.
     bytes: Vec<u8>,
 }
 
@@ -121,18 +121,18 @@ impl Engine {
         let n = snapshot.tokens.len();
         assert!(sequence.tokens().starts_with(&snapshot.tokens), "a sequence that begins with its tokens");
         assert!(n <= sequence.pages.len() * PAGE_TOKENS, "a sequence with pages for its tokens");
+        self.take_state(sequence)?;
+        // Until all of it is written, nothing counts.
+        sequence.resume_at(0);
+        if let Some(place) = sequence.state.filter(|_| n > 0) {
+            let mut rest = &snapshot.bytes[..];
+            for part in self.batch.states.iter().flat_map(|state| state.parts(place, self.batch.n_states)) {
+                let from = rest.split_off(..part.bytes()).expect("a snapshot of this model");
+                self.backend.write(&part, from)?;
+            }
+        }
         sequence.resume_at(n);
         self.pool.shrink(&mut sequence.pages, n);
-        if snapshot.bytes.is_empty() {
-            return Ok(());
-        }
-        self.take_state(sequence)?;
-        let place = sequence.state.expect("taken above");
-        let mut rest = &snapshot.bytes[..];
-        for part in self.batch.states.iter().flat_map(|state| state.parts(place, self.batch.n_states)) {
-            let from = rest.split_off(..part.bytes()).expect("a snapshot of this model");
-            self.backend.write(&part, from)?;
-        }
         Ok(())
     }
 

@@ -79,7 +79,7 @@ pub(super) fn axpy<V: Widen>(p: f32, v: &[V], acc: &mut [f32]) {
 /// See [`super::delta`]. Columns are independent: a block of them stays in registers while the rows of the state pass twice.
 #[inline(always)]
 pub(super) fn delta(row: DeltaRow<'_>, state: &mut [f32], out: &mut [f32]) {
-    const BLOCK: usize = 32;
+    const BLOCK: usize = 64;
     let blocks = out.len() / BLOCK * BLOCK;
     for column in (0..blocks).step_by(BLOCK) {
         delta_columns::<BLOCK>(row, column, state, out);
@@ -95,16 +95,15 @@ fn delta_columns<const N: usize>(row: DeltaRow<'_>, column: usize, state: &mut [
     let (width, columns) = (out.len(), column..column + N);
     let mut known = [0.0_f32; N];
     for (state, k) in state.chunks_exact(width).zip(k) {
-        known.iter_mut().zip(&state[columns.clone()]).for_each(|(known, s)| *known += k * s);
+        let state: &[f32; N] = state[columns.clone()].try_into().expect("a block of columns");
+        known.iter_mut().zip(state).for_each(|(known, s)| *known += k * s);
     }
-    let mut u = [0.0_f32; N];
-    for (u, (v, known)) in u.iter_mut().zip(v[columns.clone()].iter().zip(known)) {
-        *u = beta * (v - decay * known);
-    }
+    let v: &[f32; N] = v[columns.clone()].try_into().expect("a block of columns");
+    let u: [f32; N] = std::array::from_fn(|c| beta * (v[c] - decay * known[c]));
     let mut read = [0.0_f32; N];
     for (state, (k, q)) in state.chunks_exact_mut(width).zip(k.iter().zip(q)) {
-        let state = state[columns.clone()].iter_mut();
-        for (s, (u, read)) in state.zip(u.iter().zip(&mut read)) {
+        let state: &mut [f32; N] = (&mut state[columns.clone()]).try_into().expect("a block of columns");
+        for (s, (u, read)) in state.iter_mut().zip(u.iter().zip(&mut read)) {
             *s = decay * *s + k * u;
             *read += q * *s;
         }
