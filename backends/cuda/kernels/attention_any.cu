@@ -1,9 +1,10 @@
-// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for any head_dim and
-// in f32: what the fast kernels leave.
+// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for any
+// head_dim and in f32: what the fast kernels leave.
 //
-// q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16. A warp owns one head of one
-// row and walks its positions, mixing into head_dim floats of dynamic shared memory, a block's four warps one after the
-// other: 4 * head_dim * 4 bytes. Bytes: the keys and values once a query head, mostly from L2. Bound by latency.
+// q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16. A warp owns one head
+// of one row and walks its positions, mixing into head_dim floats of dynamic shared memory, a block's four warps one
+// after the other: 4 * head_dim * 4 bytes. Bytes: the keys and values once a query head, mostly from L2. Bound by
+// latency.
 #include "attention.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)

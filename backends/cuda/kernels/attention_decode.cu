@@ -1,4 +1,5 @@
-// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for few rows: decode.
+// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for few
+// rows: decode.
 //
 // q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16; block_table i32
 // [n_sequences, max_pages]. A block owns one row, up to HEADS query heads of one kv head (which share each key and value it
@@ -16,8 +17,8 @@ constexpr int BATCH = 4;
 constexpr u32 RANGE_TOKENS = 32;
 constexpr u32 MAX_RANGES = 64;
 
-#define ATTENTION_ARGUMENTS                                                                                \
-  AttentionParams p, float *out, const float *q, const void *kv, const int *block_table,                   \
+#define ATTENTION_ARGUMENTS                                                              \
+  AttentionParams p, float *out, const float *q, const void *kv, const int *block_table, \
       const int *sequences, const int *positions, const float *gates, u32 gate_width
 
 template <class E>
@@ -231,10 +232,10 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
   }
 }
 
-#define ATTENTION_DECODE(name, E, D, HEADS)                                                                 \
-  extern "C" __global__ void __launch_bounds__(128)                                                         \
-      attention_decode_##name##_d##D##_h##HEADS(ATTENTION_ARGUMENTS, float* partial, u32* counters) {       \
-    attend<E, D / 8, HEADS>(p, out, q, kv, block_table, sequences, positions, gates, gate_width, partial, counters);          \
+#define ATTENTION_DECODE(name, E, D, HEADS)                                                                          \
+  extern "C" __global__ void __launch_bounds__(128)                                                                  \
+      attention_decode_##name##_d##D##_h##HEADS(ATTENTION_ARGUMENTS, float* partial, u32* counters) {                \
+    attend<E, D / 8, HEADS>(p, out, q, kv, block_table, sequences, positions, gates, gate_width, partial, counters); \
   }
 
 ATTENTION_DECODE(f32, F32, 64, 4)

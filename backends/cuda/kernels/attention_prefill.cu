@@ -1,15 +1,16 @@
-// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, on tensor cores,
-// for many rows and a bf16 cache: prefill.
+// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, on
+// tensor cores, for many rows and a bf16 cache: prefill.
 //
-// q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], bf16; block_table i32
-// [n_sequences, max_pages]. A block owns 64 rows of one query head, a warp 16 of them, and walks TOKENS positions at a time,
-// keys and values copied to shared memory one stage ahead. Neighbouring rows of one sequence are taken together and all others see
-// nothing meanwhile, so a tile of one sequence, the usual one, is one walk. The running maximum and sum of a row live in the
-// four lanes that share it; scores become bf16 weights in place, since what a product leaves is what the next one takes.
-// Queries stay in registers, those of wide heads in shared memory, for which the stages are shorter. Part c of 16 bytes of row r
-// lies at c ^ (r % 8), so that eight rows read at once lie in different banks. The result passes through the memory of the stages
-// into whole rows. Dynamic shared memory: 2 stages * 2 * TOKENS * head_dim * 2 bytes, and 64 * head_dim * 2 for queries. Bytes: q
-// and out once, keys and values once for 64 rows, from L2. Bound by the tensor cores.
+// q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], bf16; block_table i32 [n_sequences,
+// max_pages]. A block owns 64 rows of one query head, a warp 16 of them, and walks TOKENS positions at a time, keys and
+// values copied to shared memory one stage ahead. Neighbouring rows of one sequence are taken together and all others
+// see nothing meanwhile, so a tile of one sequence, the usual one, is one walk. The running maximum and sum of a row
+// live in the four lanes that share it; scores become bf16 weights in place, since what a product leaves is what the
+// next one takes. Queries stay in registers, those of wide heads in shared memory, for which the stages are shorter.
+// Part c of 16 bytes of row r lies at c ^ (r % 8), so that eight rows read at once lie in different banks. The result
+// passes through the memory of the stages into whole rows. Dynamic shared memory: 2 stages * 2 * TOKENS * head_dim * 2
+// bytes, and 64 * head_dim * 2 for queries. Bytes: q and out once, keys and values once for 64 rows, from L2. Bound by
+// the tensor cores.
 #include "attention.cuh"
 
 constexpr int ROWS = 64;
@@ -29,8 +30,8 @@ __device__ __forceinline__ void fetch(u16* stage, const u16* bank, const int* pa
   }
 }
 
-#define ATTENTION_ARGUMENTS                                                                                      \
-  AttentionParams p, float *out, const float *q, const u16 *kv, const int *block_table, const int *sequences,    \
+#define ATTENTION_ARGUMENTS                                                                                   \
+  AttentionParams p, float *out, const float *q, const u16 *kv, const int *block_table, const int *sequences, \
       const int *positions, const float *gates, u32 gate_width
 
 template <int D, int TOKENS, bool SHARED_QUERY>
@@ -197,9 +198,9 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS) {
   }
 }
 
-#define ATTENTION_PREFILL(D, TOKENS, SHARED_QUERY)                                                               \
-  extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_d##D(ATTENTION_ARGUMENTS) {            \
-    attend<D, TOKENS, SHARED_QUERY>(p, out, q, kv, block_table, sequences, positions, gates, gate_width);        \
+#define ATTENTION_PREFILL(D, TOKENS, SHARED_QUERY)                                                        \
+  extern "C" __global__ void __launch_bounds__(THREADS) attention_prefill_d##D(ATTENTION_ARGUMENTS) {     \
+    attend<D, TOKENS, SHARED_QUERY>(p, out, q, kv, block_table, sequences, positions, gates, gate_width); \
   }
 
 ATTENTION_PREFILL(64, 64, false)

@@ -1,10 +1,9 @@
-// x[n, :] += sum over k of parts[n, k, :], in the order of k, without routes of id -1; then gates[n] * rows[n, :] of a shared
-// expert, where there is one.
+// x[n, :] += sum over k of parts[n, k, :], in the order of k, without routes of id -1; then gates[n] * rows[n, :] of a
+// shared expert, where there is one.
 //
-// x f32 [n_rows, hidden]; parts f32 [n_rows, top_k, hidden]; ids i32 [n_rows, top_k]; rows f32 [n_rows, hidden]; gates f32 [n_rows]. A thread owns one column of one
-// row and adds in order, so that the sum does not depend on the launch. Bytes: (2 + top_k, and 1 for
-// a shared expert) * hidden * 4 a row.
-// Bound by bytes in prefill, by latency in decode.
+// x f32 [n_rows, hidden]; parts f32 [n_rows, top_k, hidden]; ids i32 [n_rows, top_k]; rows f32 [n_rows, hidden]; gates
+// f32 [n_rows]. A thread owns one column of one row and adds in order, so that the sum does not depend on the launch.
+// Bytes: (2 + top_k, and 1 for a shared expert) * hidden * 4 a row. Bound by bytes in prefill, by latency in decode.
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)

@@ -1,8 +1,9 @@
-// The gated delta rule, row by row: S = exp(g) S; u = beta (v - S^T k); S += k u^T; o = S^T q; out = rms(o) * norm * silu(z),
-// with q and k of unit length and q over sqrt(key_dim).
+// The gated delta rule, row by row: S = exp(g) S; u = beta (v - S^T k); S += k u^T; o = S^T q; out = rms(o) * norm *
+// silu(z), with q and k of unit length and q over sqrt(key_dim).
 //
-// qkv f32 [n_rows, qkv_width]; z and ba f32, rows of their own widths; out f32 [n_rows, n_value_heads, value_dim]; state f32
-// [n_slots, n_value_heads, key_dim, value_dim]; constants f32: A_log, dt_bias, norm. A block owns one value head of one span.
+// qkv f32 [n_rows, qkv_width]; z and ba f32, rows of their own widths; out f32 [n_rows, n_value_heads, value_dim];
+// state f32 [n_slots, n_value_heads, key_dim, value_dim]; constants f32: A_log, dt_bias, norm. A block owns one value
+// head of one span.
 #include "gated_delta.cuh"
 
 constexpr int D = 128;
@@ -10,9 +11,9 @@ constexpr int WARPS = 16;
 // Rows of the state that a warp owns.
 constexpr int OWN = D / WARPS;
 
-// Heads of 128 by 128 and spans of at most `max_rows`: decode. The state lies in registers, eight rows a warp and four columns a
-// lane, all of it on its way at once; it is asked with k and q in one pass, since o = exp(g) S^T q + (k . q) u. Bytes: the state
-// once in and once out. Bound by memory bandwidth for many sequences, by latency for one.
+// Heads of 128 by 128 and spans of at most `max_rows`: decode. The state lies in registers, eight rows a warp and four
+// columns a lane, all of it on its way at once; it is asked with k and q in one pass, since o = exp(g) S^T q + (k . q)
+// u. Bytes: the state once in and once out. Bound by memory bandwidth for many sequences, by latency for one.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gated_delta_rows(GATED_DELTA_ARGUMENTS, u32 max_rows) {
   __shared__ __align__(16) float partial[2][WARPS][D];
   __shared__ __align__(16) float correction[D];
@@ -38,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gated_delta_rows(GAT
       gate = silu(z[(i64)row * p.z_width + p.z_start + head * D + column]) * constants[2 * p.n_value_heads + column];
     }
     const float4 q4 = ((const float4*)query)[lane], k4 = ((const float4*)key)[lane];
-    const float q_scale = unit_scale(warp_sum(q4.x * q4.x + q4.y * q4.y + q4.z * q4.z + q4.w * q4.w)) * 0.08838834764831845f;
+    const float q_scale = unit_scale(warp_sum(q4.x * q4.x + q4.y * q4.y + q4.z * q4.z + q4.w * q4.w)) * ONE_BY_SQRT_128;
     const float k_scale = unit_scale(warp_sum(k4.x * k4.x + k4.y * k4.y + k4.z * k4.z + k4.w * k4.w));
     const float qk = warp_sum(q4.x * k4.x + q4.y * k4.y + q4.z * k4.z + q4.w * k4.w);
     const float decay = expf(rate.log_decay);
@@ -92,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gated_delta_rows(GAT
   for (int j = 0; j < OWN; j++) own[j * (D / 4)] = s[j];
 }
 
-// Heads of any size and spans of any length; the state stays where it is, a thread owns columns of it. Dynamic shared memory:
-// (2 * key_dim + value_dim) * 4 bytes. Bound by latency.
+// Heads of any size and spans of any length; the state stays where it is, a thread owns columns of it. Dynamic shared
+// memory: (2 * key_dim + value_dim) * 4 bytes. Bound by latency.
 extern "C" __global__ void __launch_bounds__(128, 4) gated_delta_any(GATED_DELTA_ARGUMENTS) {
   DYNAMIC_SHARED(shared);
   __shared__ float partial[32];

@@ -1,9 +1,9 @@
-// What the kernels of the gated delta rule share: where a head's inputs lie, and what a row does to the state before it is read.
+// What the kernels of the gated delta rule share: where the inputs of a head lie, and how far a row forgets and corrects.
 #pragma once
 #include "common.cuh"
 
-#define GATED_DELTA_ARGUMENTS                                                                                 \
-  GatedDeltaParams p, float *out, float *state, const float *qkv, const float *z, const float *ba,            \
+#define GATED_DELTA_ARGUMENTS                                                                      \
+  GatedDeltaParams p, float *out, float *state, const float *qkv, const float *z, const float *ba, \
       const float *constants, const Span *spans
 
 // Columns of qkv.
@@ -22,6 +22,9 @@ __device__ __forceinline__ u32 value_column(const GatedDeltaParams& p, u32 head)
 
 __device__ __forceinline__ u32 span_rows(const Span& span) { return span.end > span.first ? span.end - span.first : 0; }
 
+// 1 / sqrt(key_dim) of the fast kernels.
+constexpr float ONE_BY_SQRT_128 = 0.08838834764831845f;
+
 // One over the length of q or of k.
 __device__ __forceinline__ float unit_scale(float squares) { return rsqrtf(squares + 1e-6f); }
 
@@ -30,7 +33,8 @@ struct Rates {
   float beta, log_decay;
 };
 
-__device__ __forceinline__ Rates rates(const GatedDeltaParams& p, const float* ba, const float* constants, u32 row, u32 head) {
+__device__ __forceinline__ Rates rates(const GatedDeltaParams& p, const float* ba, const float* constants, u32 row,
+                                       u32 head) {
   const float* from = ba + (i64)row * p.ba_width + p.ba_start + head;
   const float x = from[p.n_value_heads] + constants[p.n_value_heads + head];
   // What is lost of a small softplus is nothing beside one, which its exponential is near.

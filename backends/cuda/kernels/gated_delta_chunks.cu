@@ -1,15 +1,16 @@
-// The gated delta rule for long spans, 32 rows at a time, on tensor cores: heads of 128 by 128. With G_i = g_1 + ... + g_i in a chunk
-// and S in front of it:
+// The gated delta rule for long spans, 32 rows at a time, on tensor cores: heads of 128 by 128. With G_i = g_1 + ... +
+// g_i in a chunk and S in front of it:
 //
 //   A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for j < i;   M = (I + A)^-1;   W = M diag(beta exp(G)) K;   U = M diag(beta) V
 //   V' = U - W S;   O = diag(exp(G)) Q S + P V', P_ij = exp(G_i - G_j) (q_i . k_j) for j <= i
 //   S = exp(G_32) S + sum over i of exp(G_32 - G_i) k_i V'_i^T
 //
-// What needs no state comes first, a block a chunk and head: a record of bf16 in scratch, W, diag(exp(G)) Q, diag(exp(G_32 - G)) K
-// and U [32, 128] each and P [32, 32], and exp(G_32) in f32. Then a block walks the chunks of one head of one span. Chunk c of span s
-// has the number span.first / 32 + s + c, which no two share, since spans follow each other; a pair of launches does the chunks of
-// a range of numbers, and the state waits in its slot for the next. In a record part c of 16 bytes of row r lies at c ^ (r % 8), in P
-// at c ^ (r / 2 % 4), so that eight rows read at once lie in different banks. Sums, A, M and S are f32.
+// What needs no state comes first, a block a chunk and head: a record of bf16 in scratch, W, diag(exp(G)) Q,
+// diag(exp(G_32 - G)) K and U [32, 128] each and P [32, 32], and exp(G_32) in f32. Then a block walks the chunks of one
+// head of one span. Chunk c of span s has the number span.first / 32 + s + c, which no two share, since spans follow
+// each other; a pair of launches does the chunks of a range of numbers, and the state waits in its slot for the next.
+// In a record part c of 16 bytes of row r lies at c ^ (r % 8), in P at c ^ (r / 2 % 4), so that eight rows read at once
+// lie in different banks. Sums, A, M and S are f32.
 #include "gated_delta.cuh"
 
 constexpr int D = 128;
@@ -31,8 +32,8 @@ __device__ __forceinline__ u32 first_chunk(const Span& span, u32 sequence) { ret
 
 __device__ __forceinline__ u32 n_chunks(const Span& span) { return (span_rows(span) + CHUNK - 1) / CHUNK; }
 
-// I + A of one chunk to its inverse, by forward substitution of two blocks of 16 rows and what is left of them below the first.
-// lower[j][i] = A_ij; 128 threads.
+// I + A of one chunk to its inverse, by forward substitution of two blocks of 16 rows and what is left of them below
+// the first. lower[j][i] = A_ij; 128 threads.
 __device__ __forceinline__ void invert(const float (&lower)[CHUNK][CHUNK + 4], float (&inverse)[CHUNK][CHUNK + 4]) {
   constexpr int HALF = CHUNK / 2;
   __shared__ float below[HALF][HALF + 1];
@@ -70,8 +71,8 @@ __device__ __forceinline__ void invert(const float (&lower)[CHUNK][CHUNK + 4], f
   __syncthreads();
 }
 
-// Bytes: q, k and v of the rows once in, k and q again for each value head of theirs, from L2; 34 KiB a chunk and head out. Bound by
-// shared memory and latency.
+// Bytes: q, k and v of the rows once in, k and q again for each value head of theirs, from L2; 34 KiB a chunk and head
+// out. Bound by shared memory and latency.
 extern "C" __global__ void __launch_bounds__(128)
     gated_delta_chunks(GATED_DELTA_ARGUMENTS, u16* records, float* decays, u32 first, u32 max_rows) {
   __shared__ __align__(128) u16 keys[WIDE], queries[WIDE], values[WIDE];
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(128)
       k = ((const float4*)(query + p.n_key_heads * D))[lane];
       v = ((const float4*)(from + value_column(p, head)))[lane];
     }
-    const float q_scale = unit_scale(warp_sum(q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w)) * 0.08838834764831845f;
+    const float q_scale = unit_scale(warp_sum(q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w)) * ONE_BY_SQRT_128;
     const float k_scale = unit_scale(warp_sum(k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w));
     const float own = __shfl_sync(FULL_WARP, sum, r);
     const u32 to = wide(r, lane * 4);
@@ -208,7 +209,8 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int n = 0; n < D / 8; n++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      *(u32*)(operand + wide(m + half * 8 + g, n * 8 + t * 2)) = pack_bf16(products[n][half * 2], products[n][half * 2 + 1]);
+      const u32 pair = pack_bf16(products[n][half * 2], products[n][half * 2 + 1]);
+      *(u32*)(operand + wide(m + half * 8 + g, n * 8 + t * 2)) = pair;
     }
   }
   __syncthreads();
@@ -219,14 +221,16 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 
-// Everything is transposed, so that what one product leaves in registers is what the next one takes: a warp owns 16 columns of the
-// values, S^T [16, 128] for the whole walk and V'^T and O^T [16, 32] for a chunk. For the norm O goes through shared memory, from
-// where a warp takes whole rows. Records are copied to shared memory one ahead. Dynamic shared memory: 2 * RECORD * 2 bytes and
-// CHUNK * STRIDE * 4. Bytes: a record a chunk, z and out once, the state once a launch. Bound by latency: a head is one block.
+// Everything is transposed, so that what one product leaves in registers is what the next one takes: a warp owns 16
+// columns of the values, S^T [16, 128] for the whole walk and V'^T and O^T [16, 32] for a chunk. For the norm O goes
+// through shared memory, from where a warp takes whole rows. Records are copied to shared memory one ahead. Dynamic
+// shared memory: 2 * RECORD * 2 bytes and CHUNK * STRIDE * 4. Bytes: a record a chunk, z and out once, the state once a
+// launch. Bound by latency: a head is one block.
 constexpr int STRIDE = D + 4;
 
 extern "C" __global__ void __launch_bounds__(256)
-    gated_delta_states(GATED_DELTA_ARGUMENTS, const u16* records, const float* decays, u32 first, u32 n_numbers, u32 max_rows) {
+    gated_delta_states(GATED_DELTA_ARGUMENTS, const u16* records, const float* decays, u32 first, u32 n_numbers,
+                       u32 max_rows) {
   DYNAMIC_SHARED(shared);
   float* read = (float*)(shared + 2 * RECORD * sizeof(u16));
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;

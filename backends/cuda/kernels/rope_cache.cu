@@ -1,9 +1,10 @@
 // Splits a row of q, k and v; q and k: RMS norm of each head, then rotation of (i, i + rotary_dim / 2) for the first
 // rotary_dim dimensions; k and v go to the paged cache.
 //
-// qkv f32 [n_rows, n_heads * q_stride + 2 n_kv_heads * head_dim], whose heads of q may be followed by gates; q f32 [n_rows, n_heads, head_dim]; cache
-// [page][k|v][kv_head][16][head_dim], f32 or bf16; rotary f32 [max_positions, rotary_dim / 2, 2], cosine and sine.
-// A warp owns one head of one row. Bytes: qkv once in, q and the cache rows once out. Bound by latency.
+// qkv f32 [n_rows, n_heads * q_stride + 2 n_kv_heads * head_dim], whose heads of q may be followed by gates; q f32
+// [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16; rotary f32 [max_positions,
+// rotary_dim / 2, 2], cosine and sine. A warp owns one head of one row. Bytes: qkv once in, q and the cache rows once
+// out. Bound by latency.
 #include "common.cuh"
 
 struct Cache {

@@ -1,16 +1,17 @@
-// normed[n, :] = x[n, :] / sqrt(mean(x[n, :]^2) + eps) * norm; logits = router . normed; softmax over all experts; the top_k
-// largest in ascending order of expert. gates[n] = sigmoid(shared . normed[n]), where there is a shared expert. In f32.
+// normed[n, :] = x[n, :] / sqrt(mean(x[n, :]^2) + eps) * norm; logits = router . normed; softmax over all experts; the
+// top_k largest in ascending order of expert. gates[n] = sigmoid(shared . normed[n]), where there is a shared expert.
+// In f32.
 //
-// x, normed f32 [n_rows, hidden]; router [n_experts, hidden]; logits f32 [n_rows, n_experts], scratch; ids i32 and weights
-// f32 [n_rows, top_k]. Decode: a warp multiplies one expert's row with all rows of x, a block writes its share of normed, and
-// the last block to finish chooses, a warp a row; `counter` is zero before and after. Prefill: route_choose only, behind a
-// norm and a matrix product. Bytes: the router once, x from L2. Bound by latency.
+// x, normed f32 [n_rows, hidden]; router [n_experts, hidden]; logits f32 [n_rows, n_experts], scratch; ids i32 and
+// weights f32 [n_rows, top_k]. Decode: a warp multiplies one expert's row with all rows of x, a block writes its share
+// of normed, and the last block to finish chooses, a warp a row; `counter` is zero before and after. Prefill:
+// route_choose only, behind a norm and a matrix product. Bytes: the router once, x from L2. Bound by latency.
 #include "choose.cuh"
 #include "dot.cuh"
 
-#define ROUTE_ARGUMENTS                                                                                     \
-  RouteParams p, int *ids, float *weights, float *normed, const float *x, const void *norm,                 \
-      const void *router, const int *sequences, float *gates, const void *shared, float *logits, u32 *counter,  \
+#define ROUTE_ARGUMENTS                                                                                        \
+  RouteParams p, int *ids, float *weights, float *normed, const float *x, const void *norm,                    \
+      const void *router, const int *sequences, float *gates, const void *shared, float *logits, u32 *counter, \
       u32 norm_format
 
 template <class W, int N, int U>
@@ -51,9 +52,9 @@ __device__ __forceinline__ void route(ROUTE_ARGUMENTS) {
   }
 }
 
-#define ROUTE(name, W, N, U)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(128, 2) route_##name##_n##N(ROUTE_ARGUMENTS) {                        \
-    route<W, N, U>(p, ids, weights, normed, x, norm, router, sequences, gates, shared, logits, counter, norm_format);            \
+#define ROUTE(name, W, N, U)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(128, 2) route_##name##_n##N(ROUTE_ARGUMENTS) {                         \
+    route<W, N, U>(p, ids, weights, normed, x, norm, router, sequences, gates, shared, logits, counter, norm_format); \
   }
 
 ROUTE(f32, F32, 1, 8)
@@ -68,7 +69,9 @@ extern "C" __global__ void __launch_bounds__(128)
   if (n >= p.n_rows) return;
   if (shared != nullptr) {
     float sum = 0.0f;
-    for (u32 i = threadIdx.x % 32; i < p.hidden; i += 32) sum += element(shared, shared_format, i) * normed[(i64)n * p.hidden + i];
+    for (u32 i = threadIdx.x % 32; i < p.hidden; i += 32) {
+      sum += element(shared, shared_format, i) * normed[(i64)n * p.hidden + i];
+    }
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) gates[n] = sigmoid(sum);
   }

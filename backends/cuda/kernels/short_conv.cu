@@ -1,11 +1,12 @@
-// out[t, c] = silu(sum over i of weight[c, i] * x[t - (kernel - 1) + i, c]); rows before a span's first come from its state, which
-// ends as the last kernel - 1 rows of x.
+// out[t, c] = silu(sum over i of weight[c, i] * x[t - (kernel - 1) + i, c]); rows before a span's first come from its
+// state, which ends as the last kernel - 1 rows of x.
 //
-// x f32 [n_rows, x_width]; out f32 [n_rows, channels]; state f32 [n_slots, kernel - 1, channels]; weight [channels, kernel];
-// sequences i32 [n_rows], the span of a row or -1. A thread owns one channel of `tile` rows and keeps the last inputs in registers;
-// a kernel narrower than MAX_TAPS has zeros in front. Who has the first row of a span reads the channel's state and writes the new
-// one; the rows behind it that look at the state too are its own in whatever tile they are. Bytes: x (tile + kernel - 1) / tile times,
-// out once. Bound by memory bandwidth in prefill, by latency in decode.
+// x f32 [n_rows, x_width]; out f32 [n_rows, channels]; state f32 [n_slots, kernel - 1, channels]; weight [channels,
+// kernel]; sequences i32 [n_rows], the span of a row or -1. A thread owns one channel of `tile` rows and keeps the last
+// inputs in registers; a kernel narrower than MAX_TAPS has zeros in front. Who has the first row of a span reads the
+// channel's state and writes the new one; the rows behind it that look at the state too are its own in whatever tile
+// they are. Bytes: x (tile + kernel - 1) / tile times, out once. Bound by memory bandwidth in prefill, by latency in
+// decode.
 #include "common.cuh"
 
 constexpr int MAX_TAPS = 8;

@@ -1,5 +1,5 @@
-//! Launches of [`GatedDelta`]: row by row with the state in registers for short spans, chunks on tensor cores for long ones, and one
-//! plain kernel for heads of other sizes than 128 by 128.
+//! Launches of [`GatedDelta`]: row by row with the state in registers for short spans, and in f32 for all; chunks on tensor cores
+//! for long ones; and one plain kernel for heads of other sizes than 128 by 128.
 
 use freetoken_backend::{GatedDelta, OpSpec, Precision};
 
