@@ -1,14 +1,15 @@
-// out[n, h] = softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for any head_dim and
-// in f32: what the fast kernels leave.
+// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for any
+// head_dim and in f32: what the fast kernels leave.
 //
-// q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16. A warp owns one head of one
-// row and walks its positions, mixing into head_dim floats of dynamic shared memory, a block's four warps one after the
-// other: 4 * head_dim * 4 bytes. Bytes: the keys and values once a query head, mostly from L2. Bound by latency.
-#include "common.cuh"
+// q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16. A warp owns one head
+// of one row and walks its positions, mixing into head_dim floats of dynamic shared memory, a block's four warps one
+// after the other: 4 * head_dim * 4 bytes. Bytes: the keys and values once a query head, mostly from L2. Bound by
+// latency.
+#include "attention.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
     attention_any(AttentionParams p, float* out, const float* q, const void* kv, const int* block_table,
-                  const int* sequences, const int* positions, u32 kv_format) {
+                  const int* sequences, const int* positions, const float* gates, u32 gate_width, u32 kv_format) {
   DYNAMIC_SHARED(shared);
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 row = blockIdx.x, head = blockIdx.y * 4 + warp, d = p.head_dim;
@@ -34,5 +35,6 @@ extern "C" __global__ void __launch_bounds__(128)
     sum = sum * shrink + weight;
     for (u32 i = lane; i < d; i += 32) mixed[i] = mixed[i] * shrink + weight * element(kv, kv_format, value + i);
   }
-  for (u32 i = lane; i < d; i += 32) to[i] = length == 0 ? 0.0f : mixed[i] / sum;
+  const Gates gate = {gates, gate_width};
+  for (u32 i = lane; i < d; i += 32) to[i] = length == 0 ? 0.0f : mixed[i] / sum * gate.of(row, head, d, i);
 }

@@ -1,4 +1,5 @@
-// out[n, h] = softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for few rows: decode.
+// out[n, h] = gate * softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, for few
+// rows: decode.
 //
 // q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16; block_table i32
 // [n_sequences, max_pages]. A block owns one row, up to HEADS query heads of one kv head (which share each key and value it
@@ -7,7 +8,7 @@
 // are merged in the block. With several ranges the partial results go to scratch, and the last block of a (row, heads)
 // merges them; its counter is zero before and after. Arithmetic is f32. Bytes: the keys and values once. Bound by memory
 // bandwidth for long contexts, by latency for short ones.
-#include "common.cuh"
+#include "attention.cuh"
 
 constexpr int WARPS = 4;
 // Tokens whose keys a lane has under way together.
@@ -16,9 +17,9 @@ constexpr int BATCH = 4;
 constexpr u32 RANGE_TOKENS = 32;
 constexpr u32 MAX_RANGES = 64;
 
-#define ATTENTION_ARGUMENTS                                                                                \
-  AttentionParams p, float *out, const float *q, const void *kv, const int *block_table,                   \
-      const int *sequences, const int *positions
+#define ATTENTION_ARGUMENTS                                                              \
+  AttentionParams p, float *out, const float *q, const void *kv, const int *block_table, \
+      const int *sequences, const int *positions, const float *gates, u32 gate_width
 
 template <class E>
 __device__ __forceinline__ void load8(const typename E::Element* from, float (&out)[8]) {
@@ -166,6 +167,7 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
 
   // [head of the row][range] of (D mixed values, maximum, sum, two of padding)
   constexpr u32 RECORD = D + 4;
+  const Gates gate = {gates, gate_width};
   const i64 first_record = ((i64)row * p.n_heads + first_head) * n_ranges;
   for (u32 i = threadIdx.x; i < n_heads * D; i += blockDim.x) {
     const u32 h = i / D, d = i % D;
@@ -179,7 +181,7 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
       mixed += shared_mixed[w][h][d] * shrink;
     }
     if (n_live == 1) {
-      out[((i64)row * p.n_heads + first_head + h) * D + d] = mixed / sum;
+      out[((i64)row * p.n_heads + first_head + h) * D + d] = mixed / sum * gate.of(row, first_head + h, D, d);
     } else {
       float* record = partial + (first_record + (i64)h * n_ranges + range) * RECORD;
       record[d] = mixed;
@@ -222,14 +224,18 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
       mixed.z += weight * v.z;
       mixed.w += weight * v.w;
     }
+    mixed.x *= gate.of(row, first_head + h, D, d);
+    mixed.y *= gate.of(row, first_head + h, D, d + 1);
+    mixed.z *= gate.of(row, first_head + h, D, d + 2);
+    mixed.w *= gate.of(row, first_head + h, D, d + 3);
     *(float4*)(out + ((i64)row * p.n_heads + first_head + h) * D + d) = mixed;
   }
 }
 
-#define ATTENTION_DECODE(name, E, D, HEADS)                                                                 \
-  extern "C" __global__ void __launch_bounds__(128)                                                         \
-      attention_decode_##name##_d##D##_h##HEADS(ATTENTION_ARGUMENTS, float* partial, u32* counters) {       \
-    attend<E, D / 8, HEADS>(p, out, q, kv, block_table, sequences, positions, partial, counters);           \
+#define ATTENTION_DECODE(name, E, D, HEADS)                                                                          \
+  extern "C" __global__ void __launch_bounds__(128)                                                                  \
+      attention_decode_##name##_d##D##_h##HEADS(ATTENTION_ARGUMENTS, float* partial, u32* counters) {                \
+    attend<E, D / 8, HEADS>(p, out, q, kv, block_table, sequences, positions, gates, gate_width, partial, counters); \
   }
 
 ATTENTION_DECODE(f32, F32, 64, 4)

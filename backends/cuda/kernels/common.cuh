@@ -65,7 +65,10 @@ __device__ __forceinline__ float element(const void* weight, u32 format, i64 i) 
 
 __device__ __forceinline__ u16 to_bf16(float v) { return (u16)pack_bf16(v, 0.0f); }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+// Divisions within two units in the last place: an exact one is a call, which spills registers.
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
@@ -135,6 +138,20 @@ struct RopeCacheParams {
 struct AttentionParams {
   u32 n_rows, n_sequences, max_pages, n_heads, n_kv_heads, head_dim;
   float scale;
+};
+
+struct ShortConvParams {
+  u32 n_rows, n_sequences, n_slots, channels, x_width, kernel;
+};
+
+struct GatedDeltaParams {
+  u32 n_rows, n_sequences, n_slots, n_key_heads, n_value_heads, key_dim, value_dim, z_width, z_start, ba_width, ba_start;
+  float eps;
+};
+
+// The rows of a sequence in a batch, `first` to before `end`, and the slot of its state, which holds something if `resumes` is 1.
+struct Span {
+  int first, end, slot, resumes;
 };
 
 struct RouteParams {

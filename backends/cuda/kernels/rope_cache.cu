@@ -1,9 +1,10 @@
 // Splits a row of q, k and v; q and k: RMS norm of each head, then rotation of (i, i + rotary_dim / 2) for the first
 // rotary_dim dimensions; k and v go to the paged cache.
 //
-// qkv f32 [n_rows, n_heads + 2 n_kv_heads, head_dim]; q f32 [n_rows, n_heads, head_dim]; cache
-// [page][k|v][kv_head][16][head_dim], f32 or bf16; rotary f32 [max_positions, rotary_dim / 2, 2], cosine and sine.
-// A warp owns one head of one row. Bytes: qkv once in, q and the cache rows once out. Bound by latency.
+// qkv f32 [n_rows, n_heads * q_stride + 2 n_kv_heads * head_dim], whose heads of q may be followed by gates; q f32
+// [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16; rotary f32 [max_positions,
+// rotary_dim / 2, 2], cosine and sine. A warp owns one head of one row. Bytes: qkv once in, q and the cache rows once
+// out. Bound by latency.
 #include "common.cuh"
 
 struct Cache {
@@ -21,7 +22,7 @@ struct Cache {
 extern "C" __global__ void __launch_bounds__(128)
     rope_cache(RopeCacheParams p, float* q, void* kv, const float* qkv, const void* q_norm, const void* k_norm,
                const float* rotary, const int* positions, const int* kv_slots, u32 kv_format, u32 q_norm_format,
-               u32 k_norm_format, u32 n_pages) {
+               u32 k_norm_format, u32 n_pages, u32 q_stride) {
   const u32 row = blockIdx.y;
   const u32 lane = threadIdx.x % 32;
   const u32 head = blockIdx.x * 4 + threadIdx.x / 32;
@@ -29,7 +30,9 @@ extern "C" __global__ void __launch_bounds__(128)
   if (head >= p.n_heads + 2 * p.n_kv_heads) return;
   const bool is_query = head < p.n_heads;
   const bool is_value = head >= p.n_heads + p.n_kv_heads;
-  const float* x = qkv + ((i64)row * (p.n_heads + 2 * p.n_kv_heads) + head) * d;
+  const u32 q_width = p.n_heads * q_stride;
+  const float* x = qkv + (i64)row * (q_width + 2 * p.n_kv_heads * d);
+  x += is_query ? head * q_stride : q_width + (head - p.n_heads) * d;
 
   const Cache cache = {kv, kv_format == FORMAT_BF16};
   i64 place = 0;

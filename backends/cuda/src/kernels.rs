@@ -2,6 +2,7 @@
 
 mod attention;
 mod expert_mlp;
+mod gated_delta;
 mod matmul;
 mod route;
 mod small;
@@ -32,12 +33,11 @@ pub(crate) fn launches(
         Op::MatMul(op) => matmul::launches(op, precision),
         Op::RopeCache(op) => Ok((vec![small::rope_cache(op)?], 0)),
         Op::Attention(op) => attention::launches(op, precision, card),
-        Op::ShortConv(_) | Op::GatedDelta(_) => {
-            Err(Unsupported("recurrent layers have no kernel here: use the CPU".into()))
-        }
+        Op::ShortConv(op) => Ok((vec![small::short_conv(op)], 0)),
+        Op::GatedDelta(op) => Ok(gated_delta::launches(op, precision)),
         Op::Route(op) => route::launches(op),
         Op::ExpertMlp(op) => expert_mlp::launches(op, precision),
-        Op::Combine(op) => Ok((vec![small::combine(op)?], 0)),
+        Op::Combine(op) => Ok((vec![small::combine(op)], 0)),
         Op::EditLogits(op) => Ok((vec![small::edit_logits(op)], 0)),
         Op::TopLogits(op) => top_logits::launches(op),
     }?;

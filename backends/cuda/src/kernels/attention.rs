@@ -21,15 +21,41 @@ pub(super) fn launches(
     if op.kv.format == Format::F16 {
         return Err(Unsupported("the cache is f32 or bf16".into()));
     }
-    if op.gate.is_some() {
-        return Err(Unsupported("a gate has no kernel here: use the CPU".into()));
-    }
     let p = &op.p;
     let vectors = [&op.out, &op.q, &op.kv.view].into_iter().all(is_aligned);
     if p.n_rows <= MAX_DECODE_ROWS && vectors && matches!(p.head_dim, 64 | 128 | 256) {
         return Ok(decode(op, card));
     }
-    let args = vec![
+    let mut args = args(op);
+    if p.n_rows > MAX_DECODE_ROWS
+        && precision == Precision::Auto
+        && op.kv.format == Format::Bf16
+        && vectors
+        && matches!(p.head_dim, 64 | 128 | 256)
+    {
+        // Tokens of a stage; wide heads have their queries beside the stages.
+        let (kernel, tokens, query_rows) = match p.head_dim {
+            64 => ("attention_prefill_d64", 64, 0),
+            128 => ("attention_prefill_d128", 64, 0),
+            _ => ("attention_prefill_d256", 32, TILE_ROWS),
+        };
+        let grid = [p.n_heads, p.n_rows.div_ceil(TILE_ROWS), 1];
+        // Keys and values of two stages.
+        let shared_bytes = (2 * 2 * tokens + query_rows) * p.head_dim * 2;
+        return Ok((vec![Launch { shared_bytes, ..launch(kernel, grid, 128, args) }], 0));
+    }
+    args.push(format(op.kv.format));
+    let grid = [p.n_rows, p.n_heads.div_ceil(4), 1];
+    Ok((vec![Launch { shared_bytes: 16 * p.head_dim, ..launch("attention_any", grid, 128, args) }], 0))
+}
+
+/// What every kernel is given.
+fn args(op: &Attention) -> Vec<Arg> {
+    let (gates, gate_width) = match &op.gate {
+        Some(gate) => (Arg::View(gate.rows.clone()), gate.width),
+        None => (Arg::Null, 0),
+    };
+    vec![
         params(op.params()),
         Arg::View(op.out.clone()),
         Arg::View(op.q.clone()),
@@ -37,23 +63,9 @@ pub(super) fn launches(
         Arg::View(op.block_table.clone()),
         Arg::View(op.sequences.clone()),
         Arg::View(op.positions.clone()),
-    ];
-    if p.n_rows > MAX_DECODE_ROWS
-        && precision == Precision::Auto
-        && op.kv.format == Format::Bf16
-        && vectors
-        && matches!(p.head_dim, 64 | 128)
-    {
-        let kernel = if p.head_dim == 64 { "attention_prefill_d64" } else { "attention_prefill_d128" };
-        let grid = [p.n_heads, p.n_rows.div_ceil(TILE_ROWS), 1];
-        // Keys and values of two stages of 64 tokens.
-        let shared_bytes = 2 * 2 * 64 * p.head_dim * 2;
-        return Ok((vec![Launch { shared_bytes, ..launch(kernel, grid, 128, args) }], 0));
-    }
-    let mut args = args;
-    args.push(format(op.kv.format));
-    let grid = [p.n_rows, p.n_heads.div_ceil(4), 1];
-    Ok((vec![Launch { shared_bytes: 16 * p.head_dim, ..launch("attention_any", grid, 128, args) }], 0))
+        gates,
+        Arg::U32(gate_width),
+    ]
 }
 
 fn decode(op: &Attention, card: &CardFacts) -> (Vec<Launch>, usize) {
@@ -80,16 +92,7 @@ fn decode(op: &Attention, card: &CardFacts) -> (Vec<Launch>, usize) {
     let ranges = if n_blocks as usize > N_COUNTERS { 1 } else { ranges };
     let mut scratch = Scratch::default();
     let records = p.n_rows as usize * p.n_heads as usize * ranges as usize;
-    let args = vec![
-        params(op.params()),
-        Arg::View(op.out.clone()),
-        Arg::View(op.q.clone()),
-        Arg::View(op.kv.view.clone()),
-        Arg::View(op.block_table.clone()),
-        Arg::View(op.sequences.clone()),
-        Arg::View(op.positions.clone()),
-        scratch.place(4 * records * (p.head_dim as usize + 4)),
-        Arg::Counters,
-    ];
+    let mut args = args(op);
+    args.extend([scratch.place(4 * records * (p.head_dim as usize + 4)), Arg::Counters]);
     (vec![launch(kernel, [ranges, blocks_per_row, p.n_rows], 128, args)], scratch.bytes)
 }

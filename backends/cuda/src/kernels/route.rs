@@ -2,7 +2,7 @@
 
 use freetoken_backend::{Format, OpSpec, Route};
 
-use super::{MAX_DECODE_ROWS, Scratch, format, is_aligned, launch, matmul::plain_tiles, params};
+use super::{MAX_DECODE_ROWS, Scratch, format, is_aligned, launch, matmul::plain_tiles, optional, params};
 use crate::launch::{Arg, Launch, Unsupported};
 
 /// Experts that one warp can choose from.
@@ -15,15 +15,16 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
     if p.n_experts > MAX_EXPERTS {
         return Err(Unsupported(format!("{} experts; at most {MAX_EXPERTS}", p.n_experts)));
     }
-    if op.shared_gate.is_some() {
-        return Err(Unsupported("the gate of a shared expert has no kernel here: use the CPU".into()));
-    }
     let mut scratch = Scratch::default();
     let logits = scratch.place(4 * p.n_rows as usize * p.n_experts as usize);
     let view = |view: &freetoken_backend::View| Arg::View(view.clone());
+    let shared = op.shared_gate.as_ref();
+    let gates = shared.map_or(Arg::Null, |gate| view(&gate.out));
+    let (shared_weight, shared_format) = optional(shared.map(|gate| &gate.weight));
     let vectors = p.hidden.is_multiple_of(8)
         && op.norm.format != Format::F16
-        && [&op.x, &op.router.view, &op.norm.view].into_iter().all(is_aligned);
+        && [&op.x, &op.router.view, &op.norm.view].into_iter().all(is_aligned)
+        && shared.is_none_or(|gate| gate.weight.format == op.router.format && is_aligned(&gate.weight.view));
     let decode = match (op.router.format, p.n_rows) {
         (Format::F32, 0..=1) => Some("route_f32_n1"),
         (Format::F32, 2..=MAX_DECODE_ROWS) => Some("route_f32_n16"),
@@ -41,11 +42,13 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
             view(&op.norm.view),
             view(&op.router.view),
             view(&op.sequences),
+            gates,
+            shared_weight,
             logits,
             Arg::Counters,
             format(op.norm.format),
         ];
-        let grid = [p.n_experts.div_ceil(WARPS), 1, 1];
+        let grid = [(p.n_experts + shared.is_some() as u32).div_ceil(WARPS), 1, 1];
         return Ok((vec![launch(kernel, grid, 32 * WARPS, args)], scratch.bytes));
     }
     let norm = vec![
@@ -57,8 +60,17 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
         Arg::U32(p.hidden),
         Arg::U32(p.eps.to_bits()),
     ];
-    let choose =
-        vec![params(op.params()), view(&op.ids), view(&op.weights), logits.clone(), view(&op.sequences)];
+    let choose = vec![
+        params(op.params()),
+        view(&op.ids),
+        view(&op.weights),
+        logits.clone(),
+        view(&op.sequences),
+        gates,
+        shared_weight,
+        shared_format,
+        view(&op.normed),
+    ];
     let launches = vec![
         launch("prepare_f32", [p.n_rows, 1, 1], 256, norm),
         plain_tiles(p.n_rows, view(&op.normed), &op.router, logits),

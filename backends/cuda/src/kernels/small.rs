@@ -1,8 +1,8 @@
 //! Ops of one small kernel, and the plain read that benches compare with.
 
-use freetoken_backend::{Combine, EditLogits, Embed, Format, OpSpec, RopeCache, View};
+use freetoken_backend::{Combine, EditLogits, Embed, Format, OpSpec, RopeCache, ShortConv, View};
 
-use super::{format, launch, optional, params};
+use super::{MAX_DECODE_ROWS, format, launch, optional, params};
 use crate::launch::{Arg, CardFacts, Launch, Unsupported};
 
 pub(super) fn embed(op: &Embed) -> Launch {
@@ -19,9 +19,6 @@ pub(super) fn embed(op: &Embed) -> Launch {
 pub(super) fn rope_cache(op: &RopeCache) -> Result<Launch, Unsupported> {
     if op.kv.format == Format::F16 {
         return Err(Unsupported("the cache is f32 or bf16".into()));
-    }
-    if op.gated {
-        return Err(Unsupported("queries with gates have no kernel here: use the CPU".into()));
     }
     let p = &op.p;
     let (q_norm, q_norm_format) = optional(op.q_norm.as_ref());
@@ -40,21 +37,45 @@ pub(super) fn rope_cache(op: &RopeCache) -> Result<Launch, Unsupported> {
         q_norm_format,
         k_norm_format,
         Arg::U32(op.kv.n_pages as u32),
+        Arg::U32(op.q_stride()),
     ];
     Ok(launch("rope_cache", [(p.n_heads + 2 * p.n_kv_heads).div_ceil(4), p.n_rows, 1], 128, args))
 }
 
-pub(super) fn combine(op: &Combine) -> Result<Launch, Unsupported> {
-    if op.shared.is_some() {
-        return Err(Unsupported("a shared expert has no kernel here: use the CPU".into()));
-    }
+/// Rows of a tile of [`ShortConv`]: one where all may be of different sequences.
+const CONV_ROWS: u32 = 16;
+
+pub(super) fn short_conv(op: &ShortConv) -> Launch {
+    let p = &op.p;
+    let tile = if p.n_rows <= MAX_DECODE_ROWS { 1 } else { CONV_ROWS };
+    let args = vec![
+        params(op.params()),
+        Arg::View(op.out.clone()),
+        Arg::View(op.state.clone()),
+        Arg::View(op.x.clone()),
+        Arg::View(op.weight.view.clone()),
+        Arg::View(op.sequences.clone()),
+        Arg::View(op.spans.clone()),
+        format(op.weight.format),
+        Arg::U32(tile),
+    ];
+    launch("short_conv", [p.channels.div_ceil(128), p.n_rows.div_ceil(tile), 1], 128, args)
+}
+
+pub(super) fn combine(op: &Combine) -> Launch {
+    let (rows, gates) = match &op.shared {
+        Some(shared) => (Arg::View(shared.rows.clone()), Arg::View(shared.gates.clone())),
+        None => (Arg::Null, Arg::Null),
+    };
     let args = vec![
         params(op.params()),
         Arg::View(op.x.clone()),
         Arg::View(op.parts.clone()),
         Arg::View(op.ids.clone()),
+        rows,
+        gates,
     ];
-    Ok(launch("combine", [op.p.hidden.div_ceil(128), op.p.n_rows, 1], 128, args))
+    launch("combine", [op.p.hidden.div_ceil(128), op.p.n_rows, 1], 128, args)
 }
 
 pub(super) fn edit_logits(op: &EditLogits) -> Launch {
