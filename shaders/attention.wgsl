@@ -1,4 +1,5 @@
-// out[n, h] = softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, page by page.
+// out[n, h] = softmax(scale * q[n, h] . K) . V over positions 0 ..= positions[n] of the row's sequence, page by page; GATED, times the
+// sigmoid of the gates behind the head's query in `gate`.
 //
 // cache: [page][k|v][kv_head][16][head_dim], f32 or bf16 packed in pairs. A workgroup is one row, one block of HEADS query
 // heads that share a key-value head, and one of SPLITS parts of the sequence; it walks its part TOKENS tokens at a time with a
@@ -11,6 +12,7 @@ override HEAD_DIM: u32 = 128u;
 override HEADS: u32 = 8u;
 override TOKENS: u32 = 16u;
 override SPLITS: u32 = 1u;
+override GATED: bool = false;
 
 const PAGE_TOKENS: u32 = 16u;
 const LOWEST: f32 = -3.4e38;
@@ -30,6 +32,8 @@ struct Params {
     block_table_at: u32,
     sequences_at: u32,
     positions_at: u32,
+    gate_width: u32,
+    gate_at: u32,
 }
 var<immediate> p: Params;
 
@@ -40,6 +44,7 @@ var<immediate> p: Params;
 @group(0) @binding(4) var<storage, read> block_table: array<i32>;
 @group(0) @binding(5) var<storage, read> sequences: array<i32>;
 @group(0) @binding(6) var<storage, read> positions: array<i32>;
+@group(0) @binding(7) var<storage, read> gate: array<f32>;
 
 const THREADS: u32 = 256u;
 // vec4s of a key or value as it is stored, and as it lies in workgroup memory: one more, so that neighbouring tokens use other banks.
@@ -68,6 +73,12 @@ fn value_at(token: u32, i: u32) -> vec4<f32> {
         return decode_half(BF16, values[token * key_stride() + i / 2u], (i & 1u) == 1u);
     }
     return bitcast<vec4<f32>>(values[token * key_stride() + i]);
+}
+
+// What elements i .. i + 4 of a head are multiplied with.
+fn gates(row: u32, head: u32, i: u32) -> vec4<f32> {
+    let at = p.gate_at + row * p.gate_width + (2u * head + 1u) * HEAD_DIM + i;
+    return 1.0 / (1.0 + exp(-vec4(gate[at], gate[at + 1u], gate[at + 2u], gate[at + 3u])));
 }
 
 @compute @workgroup_size(256)
@@ -167,6 +178,9 @@ fn main(
         return;
     }
     let at = p.out_at + (first_head + own_head) * HEAD_DIM + 4u * own_vec;
+    if GATED {
+        result *= gates(row, first_head - row * p.n_heads + own_head, 4u * own_vec);
+    }
     result = select(vec4(0.0), result / sum, sum > 0.0);
     for (var i = 0u; i < 4u; i++) {
         out[at + i] = result[i];

@@ -1,26 +1,38 @@
-// Puts the parts of a split attention together: out = sum of exp(peak_s - peak) partial_s / sum of exp(peak_s - peak) sum_s.
+// Puts the parts of a split attention together: out = sum of exp(peak_s - peak) partial_s / sum of exp(peak_s - peak) sum_s; GATED,
+// times the sigmoid of the gates behind the head's query in `gate`.
 //
 // partial: [row][head][split][head_dim], peaks: [row][head][split]. A workgroup is one head of one row: a thread takes four
 // dimensions of every STEP-th part, STEP being as many as the threads are enough for. Bound by latency.
 
 override SPLITS: u32 = 8u;
 override HEAD_DIM: u32 = 128u;
+override GATED: bool = false;
 
 const THREADS: u32 = 256u;
 
 struct Params {
+    n_rows: u32,
     n_heads: u32,
     out_at: u32,
+    gate_width: u32,
+    gate_at: u32,
 }
 var<immediate> p: Params;
 
 @group(0) @binding(0) var<storage, read_write> out: array<f32>;
 @group(0) @binding(1) var<storage, read> partial: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read> peaks: array<vec2<f32>>;
+@group(0) @binding(3) var<storage, read> gate: array<f32>;
 
 // Of each part: exp(peak_s - peak), 0 where it has no tokens, and that times its sum.
 var<workgroup> factors: array<vec2<f32>, SPLITS>;
 var<workgroup> results: array<vec4<f32>, THREADS>;
+
+// What elements i .. i + 4 of a head are multiplied with.
+fn gates(row: u32, head: u32, i: u32) -> vec4<f32> {
+    let at = p.gate_at + row * p.gate_width + (2u * head + 1u) * HEAD_DIM + i;
+    return 1.0 / (1.0 + exp(-vec4(gate[at], gate[at + 1u], gate[at + 2u], gate[at + 3u])));
+}
 
 @compute @workgroup_size(256)
 fn main(
@@ -29,7 +41,7 @@ fn main(
     @builtin(local_invocation_index) thread: u32,
 ) {
     let head = workgroup.y * workgroups.x + workgroup.x;
-    if head >= p.n_heads {
+    if head >= p.n_rows * p.n_heads {
         return;
     }
     if thread < SPLITS {
@@ -67,6 +79,9 @@ fn main(
     }
     for (var other = 1u; other < min(step, SPLITS); other++) {
         result += results[other * vecs + vec];
+    }
+    if GATED {
+        result *= gates(head / p.n_heads, head % p.n_heads, 4u * vec);
     }
     result = select(vec4(0.0), result / sum, sum > 0.0);
     let at = p.out_at + head * HEAD_DIM + 4u * vec;

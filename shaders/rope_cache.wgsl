@@ -1,10 +1,12 @@
 // Norms q and k per head, rotates them, and writes k and v to the paged cache.
 //
-// qkv: [n_rows][n_heads + 2 n_kv_heads][head_dim]; rotation pairs dimension i with i + rotary_dim / 2.
+// qkv: [n_rows][n_heads + 2 n_kv_heads][head_dim], each head of q followed by as many gates where it is GATED, which nobody reads
+// here; rotation pairs dimension i with i + rotary_dim / 2.
 // cache: [page][k|v][kv_head][16][head_dim], f32 or bf16 packed in pairs. A workgroup is one head of one row, a thread a pair
 // of neighbouring dimensions. Bound by launch: there is little work.
 
 override KV_BF16: bool = false;
+override GATED: bool = false;
 override Q_NORM: u32 = 3u;
 override K_NORM: u32 = 3u;
 
@@ -89,7 +91,9 @@ fn main(at: Invocation) {
     let row = min(block / heads, p.n_rows - 1u);
     let h = block % heads;
     var head: Head;
-    head.at = p.qkv_at + (row * heads + h) * p.head_dim;
+    // Heads of q count twice where they are gated.
+    let gates = select(0u, p.n_heads, GATED);
+    head.at = p.qkv_at + (row * (heads + gates) + h + min(h, gates)) * p.head_dim;
     head.is_q = h < p.n_heads;
     head.is_v = h >= p.n_heads + p.n_kv_heads;
     head.rotary = (p.rotary_at + u32(positions[p.positions_at + row]) * p.rotary_dim) / 2u;

@@ -141,15 +141,25 @@ kernels! {
         TILE: &[64],
     }
     ROPE_CACHE = "rope_cache" [Format, Team] writes 2 reads 6 params 14 {
-        WORKGROUP: &[64], KV_BF16: FLAG, Q_NORM: OPTIONAL, K_NORM: OPTIONAL,
+        WORKGROUP: &[64], KV_BF16: FLAG, GATED: FLAG, Q_NORM: OPTIONAL, K_NORM: OPTIONAL,
     }
-    ATTENTION = "attention" [Format] writes 2 reads 5 params 12 {
-        KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64],
+    ATTENTION = "attention" [Format] writes 2 reads 6 params 14 {
+        KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64], GATED: FLAG,
     }
-    ATTENTION_MERGE = "attention_merge" [] writes 1 reads 2 params 2 { SPLITS: &[2, 64], HEAD_DIM: &[8, 128] }
+    ATTENTION_MERGE = "attention_merge" [] writes 1 reads 3 params 5 {
+        SPLITS: &[2, 64], HEAD_DIM: &[8, 128], GATED: FLAG,
+    }
+    SHORT_CONV = "short_conv" [Format] writes 2 reads 4 params 9 { FORMAT: FORMAT, KERNEL: &[2, 4, 8] }
+    GATED_DELTA = "gated_delta" [] writes 2 reads 4 params 14 {
+        KEY_DIM: &[16, 24, 128, 4096], COLUMNS: &[1, 32], LANES: &[1, 8, 256], WIDE: FLAG,
+    }
+    GATED_DELTA_NORM = "gated_delta_norm" [Team] writes 1 reads 3 params 11 { WORKGROUP: &[256] }
     ROUTE = "route" [Format, Team] writes 3 reads 4 params 11 {
         WORKGROUP: &[256, 1024], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
         EXPERTS: &[8, 1024],
+    }
+    ROUTE_SHARED_GATE = "route_shared_gate" [Format, Team] writes 1 reads 2 params 5 {
+        WORKGROUP: &[256], FORMAT: FORMAT,
     }
     EXPERT_MLP_GEMV = "expert_mlp_gemv" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
         WORKGROUP: &[128, 256], FORMAT: ANY_FORMAT, DOWN: FLAG, OUTPUTS: &[8],
@@ -162,7 +172,7 @@ kernels! {
         FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
     }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
-    COMBINE = "combine" [] writes 1 reads 2 params 6 {}
+    COMBINE = "combine" [] writes 1 reads 4 params 8 { SHARED: FLAG }
     EDIT_LOGITS = "edit_logits" [] writes 1 reads 1 params 4 {}
     TOP_LOGITS_SLICE = "top_logits_slice" [Team, Select] writes 2 reads 2 params 4 {
         WORKGROUP: &[256], K: &[1, 256], SLICE: &[2048],

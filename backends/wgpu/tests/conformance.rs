@@ -14,9 +14,6 @@ use freetoken_backend::{
 use freetoken_cpu::Cpu;
 use freetoken_wgpu::{HostPath, Options};
 
-/// Ops, and what ops have, that no shader computes yet.
-const CPU_OPS: [&str; 4] = ["short_conv", "gated_delta", "gated", "shared expert"];
-
 #[test]
 fn every_adapter_conforms() {
     let mut failed = Vec::new();
@@ -34,14 +31,12 @@ fn every_adapter_conforms() {
                 let what = format!("{} {precision} subgroups={subgroups} floor={floor}", caps.device);
                 let count = report.to_string().lines().last().unwrap_or_default().to_owned();
                 println!("{what}: {count}, {seconds:.1} s, {}", caps.detail);
-                // What is not supported is not silently left out: ops that the CPU alone runs, experts of a checkpoint in place, banks where
-                // the device cannot read them, and what a poor device cannot bind.
+                // What is not supported is not silently left out: experts of a checkpoint in place, banks where the device cannot read them,
+                // and what a poor device cannot bind.
                 let unsupported = |row: &Row| matches!(row.outcome, Outcome::Unsupported(_));
-                let on_cpu = |row: &Row| CPU_OPS.iter().any(|word| row.name.contains(word));
                 let needs_bank = |row: &Row| row.name.contains("without slots");
-                let may_lack = |row: &Row| {
-                    on_cpu(row) || row.name.contains("in place") && !(caps.reads_host && needs_bank(row))
-                };
+                let may_lack =
+                    |row: &Row| row.name.contains("in place") && !(caps.reads_host && needs_bank(row));
                 let missing = report.rows.iter().any(|row| unsupported(row) && !may_lack(row));
                 if !report.passed() || missing && !options.floor {
                     println!("{report}");

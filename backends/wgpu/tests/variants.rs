@@ -6,8 +6,8 @@
 mod on_every_adapter;
 
 use freetoken_backend::{
-    Activation, Backend, Embed, EmbedParams, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, MatMul,
-    MatMulParams, Matrix, Op, Precision, Result,
+    Activation, Backend, Embed, EmbedParams, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format,
+    GatedDelta, GatedDeltaParams, MatMul, MatMulParams, Matrix, Op, Precision, Result, Weight,
     conformance::{Arena, Fill},
     record,
 };
@@ -191,4 +191,39 @@ fn every_walk_through_routes() {
         add(Format::Mxfp4, n, hidden);
     }
     check(cases);
+}
+
+/// A span in each of three windows of slots, and keys that a warp of lanes shares; where nothing binds little, in one window.
+#[test]
+fn states_larger_than_a_binding() {
+    check(vec![case("gated_delta in windows".into(), |a| {
+        let (heads, key_dim, value_dim, n_slots, n) = (3, 520, 70, 11, 9);
+        let p = GatedDeltaParams {
+            n_rows: n as u32,
+            n_sequences: 4,
+            n_slots: n_slots as u32,
+            n_key_heads: 1,
+            n_value_heads: heads as u32,
+            key_dim: key_dim as u32,
+            value_dim: value_dim as u32,
+            z_width: (heads * value_dim) as u32,
+            z_start: 0,
+            ba_width: 2 * heads as u32,
+            ba_start: 0,
+            eps: 1e-6,
+        };
+        let constants = a.input(2 * heads + value_dim, Fill::Uniform(1.0))?;
+        Ok(GatedDelta {
+            out: a.output(n * heads * value_dim)?,
+            state: a.updated(n_slots * p.state_values() as usize, Fill::Uniform(0.5))?,
+            qkv: a.input(n * p.qkv_width() as usize, Fill::Uniform(1.0))?,
+            z: a.input(n * heads * value_dim, Fill::Uniform(2.0))?,
+            ba: a.input(n * 2 * heads, Fill::Uniform(2.0))?,
+            constants: Weight::plain(constants, Format::F32, 1, 2 * heads + value_dim),
+            // First row, end, slot, and whether it resumes.
+            spans: a.fixed(&[[0, 3, 10, 1], [3, 4, 0, 1], [4, 4, 0, 0], [4, 9, 5, 0]])?,
+            p,
+        }
+        .into())
+    })]);
 }

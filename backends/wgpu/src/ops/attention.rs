@@ -56,6 +56,11 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
     let block_table = recorder.words(&op.block_table, (p.n_sequences * p.max_pages) as usize);
     let sequences = recorder.words(&op.sequences, n);
     let positions = recorder.words(&op.positions, n);
+    let (gate, gate_width) = match &op.gate {
+        Some(gate) => (recorder.words(&gate.rows, n * gate.width as usize), gate.width),
+        None => (recorder.nothing(), 0),
+    };
+    let gated = ("GATED", op.gate.is_some() as u32);
     let params = [
         p.n_rows,
         p.max_pages,
@@ -69,6 +74,8 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
         block_table.at(4),
         sequences.at(4),
         positions.at(4),
+        gate_width,
+        gate.at(4),
     ];
     recorder.call(Call {
         kernel: &ATTENTION,
@@ -78,19 +85,20 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
             ("HEADS", heads),
             ("TOKENS", tokens),
             ("SPLITS", splits as u32),
+            gated,
         ],
-        slots: vec![out.clone(), peaks.clone(), q, kv, block_table, sequences, positions],
+        slots: vec![out.clone(), peaks.clone(), q, kv, block_table, sequences, positions, gate.clone()],
         chunks: &[],
         params: &params,
         workgroups: recorder.grid(n_workgroups * splits),
     });
     if splits > 1 {
         recorder.work = (n * n_heads * d * splits) as u64;
-        let params = [(n * n_heads) as u32, result.at(4)];
+        let params = [p.n_rows, p.n_heads, result.at(4), gate_width, gate.at(4)];
         recorder.call(Call {
             kernel: &ATTENTION_MERGE,
-            constants: vec![("SPLITS", splits as u32), ("HEAD_DIM", p.head_dim)],
-            slots: vec![result, out, peaks],
+            constants: vec![("SPLITS", splits as u32), ("HEAD_DIM", p.head_dim), gated],
+            slots: vec![result, out, peaks, gate],
             chunks: &[],
             params: &params,
             workgroups: recorder.grid(n * n_heads),

@@ -1,6 +1,6 @@
 //! See [`freetoken_backend::Combine`].
 
-use freetoken_backend::Combine;
+use freetoken_backend::{Combine, SharedExpert};
 
 use crate::{
     dispatch::{Call, Recorder},
@@ -12,11 +12,16 @@ pub(super) fn record(op: &Combine, recorder: &mut Recorder<'_>) {
     let x = recorder.words(&op.x, n * hidden);
     let parts = recorder.words(&op.parts, n * top_k * hidden);
     let ids = recorder.words(&op.ids, n * top_k);
-    let params = [op.p.n_rows, op.p.top_k, op.p.hidden, x.at(4), parts.at(4), ids.at(4)];
+    let (rows, gates) = match &op.shared {
+        Some(SharedExpert { rows, gates }) => (recorder.words(rows, n * hidden), recorder.words(gates, n)),
+        None => (recorder.nothing(), recorder.nothing()),
+    };
+    let params =
+        [op.p.n_rows, op.p.top_k, op.p.hidden, x.at(4), parts.at(4), ids.at(4), rows.at(4), gates.at(4)];
     recorder.call(Call {
         kernel: &COMBINE,
-        constants: Vec::new(),
-        slots: vec![x, parts, ids],
+        constants: vec![("SHARED", op.shared.is_some() as u32)],
+        slots: vec![x, parts, ids, rows, gates],
         chunks: &[],
         params: &params,
         workgroups: recorder.grid((n * hidden).div_ceil(256)),

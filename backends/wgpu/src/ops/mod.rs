@@ -5,9 +5,11 @@ mod combine;
 mod edit_logits;
 mod embed;
 pub(crate) mod expert_mlp;
+mod gated_delta;
 mod matmul;
 mod rope_cache;
 mod route;
+mod short_conv;
 mod top_logits;
 
 use freetoken_backend::{Experts, Format, KvCache, Op};
@@ -22,7 +24,8 @@ pub(crate) fn record(op: &Op, recorder: &mut Recorder<'_>) {
         Op::MatMul(op) => matmul::record(op, recorder),
         Op::RopeCache(op) => rope_cache::record(op, recorder),
         Op::Attention(op) => attention::record(op, recorder),
-        Op::ShortConv(_) | Op::GatedDelta(_) => unreachable!("refused by `supports`"),
+        Op::ShortConv(op) => short_conv::record(op, recorder),
+        Op::GatedDelta(op) => gated_delta::record(op, recorder),
         Op::Route(op) => route::record(op, recorder),
         Op::ExpertMlp(op) => expert_mlp::record(op, recorder),
         Op::Combine(op) => combine::record(op, recorder),
@@ -36,10 +39,12 @@ pub(crate) fn supports(op: &Op, gpu: &Gpu) -> Result<(), String> {
     // A binding may begin a little before what it is for, and end a little behind.
     let most = gpu.max_binding() - 2 * gpu.align() as usize;
     for binding in op.spec().bindings() {
-        // Matrices are walked through in windows of rows.
+        // Matrices are walked through in windows of rows, large states in windows of slots.
         let in_windows = matches!(
             (op, binding.name),
-            (Op::Embed(_), "table") | (Op::MatMul(_), "weight" | "scales" | "globals")
+            (Op::Embed(_), "table")
+                | (Op::MatMul(_), "weight" | "scales" | "globals")
+                | (Op::GatedDelta(_), "state")
         );
         if binding.bytes > most && !in_windows {
             let (name, bytes) = (binding.name, binding.bytes);
@@ -47,18 +52,12 @@ pub(crate) fn supports(op: &Op, gpu: &Gpu) -> Result<(), String> {
         }
     }
     match op {
-        Op::ShortConv(_) | Op::GatedDelta(_) => Err("recurrent layers have no shader: use the CPU".into()),
-        Op::RopeCache(op) if op.gated => Err("queries with gates have no shader: use the CPU".into()),
-        Op::Attention(op) if op.gate.is_some() => Err("a gate has no shader: use the CPU".into()),
-        Op::Route(op) if op.shared_gate.is_some() => {
-            Err("the gate of a shared expert has no shader: use the CPU".into())
-        }
-        Op::Combine(op) if op.shared.is_some() => Err("a shared expert has no shader: use the CPU".into()),
         Op::RopeCache(op) => cache(&op.kv, op.p.head_dim),
         Op::Attention(op) => {
             attention::supports(op)?;
             cache(&op.kv, op.p.head_dim)
         }
+        Op::GatedDelta(op) => gated_delta::supports(op, most),
         Op::Route(op) if op.p.n_experts as usize > route::MAX_EXPERTS => {
             Err(format!("{} experts; it routes among {} at most", op.p.n_experts, route::MAX_EXPERTS))
         }

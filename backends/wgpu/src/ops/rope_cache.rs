@@ -13,7 +13,7 @@ pub(super) fn record(op: &RopeCache, recorder: &mut Recorder<'_>) {
         (p.n_rows as usize, p.n_heads as usize, p.n_kv_heads as usize, p.head_dim as usize);
     let q = recorder.words(&op.q, n * heads * d);
     let kv = recorder.slot(&op.kv.view, op.kv.n_pages * KvCache::page_bytes(op.kv.format, kv_heads, d));
-    let qkv = recorder.words(&op.qkv, n * (heads + 2 * kv_heads) * d);
+    let qkv = recorder.words(&op.qkv, n * op.qkv_width() as usize);
     let (q_norm, q_norm_at, q_norm_format) = recorder.optional(op.q_norm.as_ref());
     let (k_norm, k_norm_at, k_norm_format) = recorder.optional(op.k_norm.as_ref());
     let rotary = recorder.words(&op.rotary, (p.max_positions * p.rotary_dim) as usize);
@@ -40,6 +40,7 @@ pub(super) fn record(op: &RopeCache, recorder: &mut Recorder<'_>) {
         constants: vec![
             ("WORKGROUP", 64),
             ("KV_BF16", (op.kv.format == Format::Bf16) as u32),
+            ("GATED", op.gated as u32),
             ("Q_NORM", q_norm_format),
             ("K_NORM", k_norm_format),
         ],

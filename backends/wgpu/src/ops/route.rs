@@ -1,11 +1,12 @@
-//! See [`freetoken_backend::Route`].
+//! See [`freetoken_backend::Route`]: a row a workgroup; the gate of a shared expert in a dispatch of its own.
 
-use freetoken_backend::Route;
+use freetoken_backend::{Route, SharedGate};
 
 use super::matmul::FEW_ROWS;
 use crate::{
     dispatch::{Call, Recorder, format_code},
-    kernels::ROUTE,
+    kernels::{ROUTE, ROUTE_SHARED_GATE},
+    memory::Slot,
 };
 
 /// Scores and ranks of this many experts fit workgroup memory.
@@ -47,7 +48,27 @@ pub(super) fn record(op: &Route, recorder: &mut Recorder<'_>) {
             ("WIDE", wide as u32),
             ("EXPERTS", p.n_experts),
         ],
-        slots: vec![ids, weights, normed, x, norm, router, sequences],
+        slots: vec![ids, weights, normed.clone(), x, norm, router, sequences],
+        chunks: &[],
+        params: &params,
+        workgroups: recorder.grid(n),
+    });
+    if let Some(gate) = &op.shared_gate {
+        recorder.work = (2 * n * hidden) as u64;
+        record_gate(gate, n, normed, recorder);
+    }
+}
+
+/// `normed`: the rows that the router left.
+fn record_gate(gate: &SharedGate, n: usize, normed: Slot, recorder: &mut Recorder<'_>) {
+    let out = recorder.words(&gate.out, n);
+    let weight = recorder.weight(&gate.weight);
+    let format = gate.weight.format;
+    let params = [n as u32, gate.weight.cols as u32, out.at(4), normed.at(4), weight.at(format.row_bytes(1))];
+    recorder.call(Call {
+        kernel: &ROUTE_SHARED_GATE,
+        constants: vec![("WORKGROUP", 256), ("FORMAT", format_code(format))],
+        slots: vec![out, normed, weight],
         chunks: &[],
         params: &params,
         workgroups: recorder.grid(n),
