@@ -16,7 +16,7 @@ use serde_json::json;
 
 use super::{
     super::terminal::{Progress, print_line},
-    BenchArgs, median,
+    BenchArgs,
     table::{Column, Table, column},
     write,
 };
@@ -31,7 +31,7 @@ use crate::{
     models::{self, LoadedExperts, TensorError, WeightSource, Weights},
 };
 
-/// Every way is timed so often, in turns, and its median counts.
+/// Every way is timed so often, in turns, and its best time counts.
 const TURNS: usize = 3;
 /// Most bytes that are in flight when the disk is read for its own sake.
 const WINDOW: usize = 1 << 30;
@@ -75,6 +75,7 @@ pub(super) fn run(args: &BenchArgs, dirs: &[PathBuf]) -> Result<()> {
         disk_seconds.push(disk.read(&mut |bytes| progress.add(bytes))?);
         for way in &mut ways {
             disk.forget();
+            warm_memory(largest as usize)?;
             way.load(&*host)?;
             progress.add(largest);
         }
@@ -83,7 +84,7 @@ pub(super) fn run(args: &BenchArgs, dirs: &[PathBuf]) -> Result<()> {
 
     let mut table = Table::new(&COLUMNS);
     let disk_bytes = disk.bytes() as f64;
-    let disk_seconds = median(disk_seconds);
+    let disk_seconds = best(disk_seconds);
     let disk_rate = disk_bytes / disk_seconds;
     table.push([
         "the disk itself".into(),
@@ -93,7 +94,7 @@ pub(super) fn run(args: &BenchArgs, dirs: &[PathBuf]) -> Result<()> {
         1.0.into(),
     ]);
     for Way { dir, kind, bytes, seconds, .. } in ways {
-        let (bytes, seconds) = (bytes as f64, median(seconds));
+        let (bytes, seconds) = (bytes as f64, best(seconds));
         let rate = bytes / seconds;
         let name = format!("{}, {}", kind.name(), dir.display());
         table.push([
@@ -114,12 +115,24 @@ pub(super) fn run(args: &BenchArgs, dirs: &[PathBuf]) -> Result<()> {
     }
     let is = |yes| if yes { "" } else { " NOT" };
     print_line(&format!(
-        "experts from the disk into host memory, medians of {TURNS}\nthe disk is{} read past the page cache, which was{} emptied \
+        "experts from the disk into host memory, the best of {TURNS} turns\nthe disk is{} read past the page cache, which was{} emptied \
          before\n\n{}",
         is(past),
         is(emptied),
         table.text()
     ))
+}
+
+/// Uses and frees so much memory: a hypervisor may take longer to give memory that was free than the disk takes to fill it, and
+/// which way gets such memory must not decide.
+fn warm_memory(bytes: usize) -> Result<()> {
+    let mut memory = os::anonymous(bytes.max(1)).context("cannot reserve memory to load into")?;
+    memory.as_mut().fill(1);
+    Ok(())
+}
+
+fn best(seconds: Vec<f64>) -> f64 {
+    seconds.into_iter().fold(f64::INFINITY, f64::min)
 }
 
 /// How experts come into memory.
