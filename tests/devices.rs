@@ -15,10 +15,11 @@ use freetoken::{
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
-const GOLDEN: [&str; 6] = [
+const GOLDEN: [&str; 7] = [
     "qwen3_moe-bf16",
     "qwen3-bf16",
     "llama-bf16",
+    "qwen3_5_moe-bf16",
     "qwen3_moe-fp8-block",
     "qwen3_moe-nvfp4-ct",
     "qwen3_moe-nvfp4-modelopt",

@@ -193,7 +193,7 @@ fn every_walk_through_routes() {
     check(cases);
 }
 
-/// A span in each of three windows of slots, and keys that a warp of lanes shares; where nothing binds little, in one window.
+/// On a device that binds little: a span in each of three windows of slots. Keys are wide, so that many threads share a column.
 #[test]
 fn states_larger_than_a_binding() {
     check(vec![case("gated_delta in windows".into(), |a| {
