@@ -251,6 +251,17 @@ fn activations(s: &Sizes, limits: &Limits) -> [usize; N_ROW_ACTIVATIONS + 4] {
     ]
 }
 
+/// What batches of any size share.
+struct Caches {
+    kv: Vec<KvCache>,
+    states: Vec<RecurrentState>,
+    n_states: usize,
+    experts: Vec<Experts>,
+    rotary: View,
+    rotary_dim: usize,
+    max_positions: usize,
+}
+
 /// A buffer for each activation.
 fn buffers(backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<[View; N_ROW_ACTIVATIONS + 4]> {
     let mut buffers = Vec::new();
@@ -283,8 +294,6 @@ impl Batch {
         experts: Vec<Experts>,
     ) -> Result<Self> {
         let s = model.sizes();
-        let max_pages = limits.context.div_ceil(PAGE_TOKENS);
-        let input = backend.alloc(InputLayout::new(limits.max_rows, MAX_SEQUENCES, max_pages).bytes)?.whole();
         let format = kv_format(backend.caps().precision);
         let page_bytes = KvCache::page_bytes(format, s.n_kv_heads, s.head_dim);
         let mut kv = Vec::new();
@@ -299,6 +308,34 @@ impl Batch {
         let table = model.rope().table(limits.context);
         let rotary = backend.alloc(table.len() * 4)?.whole();
         backend.write(&rotary, bytemuck::cast_slice(&table))?;
+        let rotary_dim = model.rope().rotary_dim();
+        let (n_states, max_positions) = (limits.n_states, limits.context);
+        let caches = Caches { kv, states, n_states, experts, rotary, rotary_dim, max_positions };
+        Batch::over(caches, backend, s, limits)
+    }
+
+    /// Buffers of their own for steps of few rows, over the same caches and experts.
+    ///
+    /// # Errors
+    /// The device has no room.
+    pub(super) fn beside(&self, backend: &dyn Backend, s: &Sizes) -> Result<Self> {
+        let caches = Caches {
+            kv: self.kv.clone(),
+            states: self.states.clone(),
+            n_states: self.n_states,
+            experts: self.experts.clone(),
+            rotary: self.rotary.clone(),
+            rotary_dim: self.rotary_dim,
+            max_positions: self.max_positions,
+        };
+        Batch::over(caches, backend, s, &Limits::of_rows(MAX_SEQUENCES))
+    }
+
+    /// Makes the buffers of the rows of `limits`.
+    fn over(caches: Caches, backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<Self> {
+        let Caches { kv, states, n_states, experts, rotary, rotary_dim, max_positions } = caches;
+        let max_pages = max_positions.div_ceil(PAGE_TOKENS);
+        let input = backend.alloc(InputLayout::new(limits.max_rows, MAX_SEQUENCES, max_pages).bytes)?.whole();
         let [
             x,
             qkv,
@@ -315,7 +352,7 @@ impl Batch {
             logits,
             top_ids,
             top_values,
-            lse,
+            log_sum_exp,
         ] = buffers(backend, s, limits)?;
         let whole = Batch {
             n_rows: limits.max_rows,
@@ -349,68 +386,17 @@ impl Batch {
             logits,
             top_ids,
             top_values,
-            log_sum_exp: lse,
+            log_sum_exp,
             kv,
             states,
-            n_states: limits.n_states,
+            n_states,
             experts,
             reads_in_place: false,
             rotary,
-            rotary_dim: model.rope().rotary_dim(),
-            max_positions: limits.context,
+            rotary_dim,
+            max_positions,
         };
         Ok(whole.bucket(limits.max_rows))
-    }
-
-    /// Buffers of their own for steps of few rows, over the same caches and experts.
-    ///
-    /// # Errors
-    /// The device has no room.
-    pub(super) fn beside(&self, backend: &dyn Backend, s: &Sizes) -> Result<Self> {
-        let bytes = InputLayout::new(MAX_SEQUENCES, MAX_SEQUENCES, self.max_pages).bytes;
-        let input = backend.alloc(bytes)?.whole();
-        let limits = Limits::of_rows(MAX_SEQUENCES);
-        let [
-            x,
-            qkv,
-            q,
-            attended,
-            ba,
-            inner,
-            normed,
-            shared,
-            shared_gates,
-            expert_ids,
-            expert_weights,
-            parts,
-            logits,
-            top_ids,
-            top_values,
-            lse,
-        ] = buffers(backend, s, &limits)?;
-        let few = Batch {
-            n_rows: limits.max_rows,
-            tile_rows: limits.tile_rows,
-            input,
-            x,
-            qkv,
-            q,
-            attended,
-            ba,
-            inner,
-            normed,
-            shared,
-            shared_gates,
-            expert_ids,
-            expert_weights,
-            parts,
-            logits,
-            top_ids,
-            top_values,
-            log_sum_exp: lse,
-            ..self.clone()
-        };
-        Ok(few.bucket(limits.max_rows))
     }
 
     /// The front of the buffers, for a bucket of `n_rows` rows.
