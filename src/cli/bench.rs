@@ -7,6 +7,7 @@ mod load;
 mod ops;
 mod plot;
 mod route_points;
+mod serve;
 mod steps;
 mod subject;
 mod table;
@@ -33,7 +34,8 @@ use crate::devices::ReadProbe;
 /// How often memory is read to learn how fast it is.
 const READ_PASSES: usize = 8;
 
-/// Measure speed: prompts, decode steps, single ops, experts alone, route points, loading, or an expert cache by a trace.
+/// Measure speed: prompts, decode steps, single ops, experts alone, route points, loading, a server under
+/// load, or an expert cache by a trace.
 ///
 /// Tokens are random and never those that the model draws, since random weights fall into cycles. A decode step must read
 /// each weight once, of the experts those that its tokens choose, and the cache of its sequences; "% of read" is the rate at
@@ -45,7 +47,7 @@ const READ_PASSES: usize = 8;
     group = ArgGroup::new("behind a cache").args(["elastic", "cache_trace"]),
     after_help = "Examples:\n  freetoken bench --like qwen3-30b-a3b --layers 8 --prompt 512,2048 --depth 0,4096 --batch 1,4\n  \
                   freetoken bench --model DIR --ops\n  freetoken bench --expert-mlp --csv experts.csv\n  freetoken bench --route-points\n  \
-                  freetoken bench --load DIR,DIR.ftw\n  \
+                  freetoken bench --load DIR,DIR.ftw\n  freetoken bench --serve 60\n  \
                   freetoken bench --cache-trace zipf:1.0 --cache 10,25,50 --plot hits.svg"
 )]
 pub(super) struct BenchArgs {
@@ -81,6 +83,11 @@ pub(super) struct BenchArgs {
     #[arg(long, value_name = "DIR,...", value_delimiter = ',',
         conflicts_with_all = ["ops", "expert_mlp", "route_points", "elastic", "cache_trace", "what", "vram", "expert_cache"])]
     load: Vec<PathBuf>,
+    /// Serve the model on loopback for so many seconds instead, to 64 clients that ask, listen and often leave: their times, and
+    /// whether anything stays behind.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(2..=86_400),
+        conflicts_with_all = ["ops", "expert_mlp", "load", "route_points", "elastic", "cache_trace", "like", "config"])]
+    serve: Option<u32>,
     /// With --expert-mlp: how the experts are stored.
     #[arg(long, value_name = "bf16|fp8|nvfp4|mxfp4", default_value = "bf16", value_parser = format, requires = "expert_mlp")]
     format: Format,
@@ -163,6 +170,13 @@ pub(super) fn run(args: BenchArgs) -> Result<()> {
         let read_bandwidth = ReadProbe::new(&*backend)?.best_of(READ_PASSES)?;
         let (subject, table) = elastic::run(&args, &backend)?;
         return Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args);
+    }
+    if let Some(seconds) = args.serve {
+        let backend = args.device.open()?;
+        let read_bandwidth = ReadProbe::new(&*backend)?.best_of(READ_PASSES)?;
+        let caps = backend.caps().clone();
+        let (subject, table) = serve::run(&args, seconds, backend)?;
+        return Report { subject, caps: &caps, read_bandwidth, expert_use: &[], table }.print(&args);
     }
     let mut subject = Subject::open(&args)?;
     let read_bandwidth = ReadProbe::new(subject.engine.backend())?.best_of(READ_PASSES)?;
