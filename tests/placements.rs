@@ -14,8 +14,10 @@ use freetoken::{
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
-/// One a format, and a recurrent model with an expert that every token passes.
-const GOLDEN: [&str; 4] = ["qwen3_moe-bf16", "qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_5_moe-bf16"];
+/// In both precisions.
+const GOLDEN: &str = "qwen3_moe-bf16";
+/// In f32, which bounds more closely: one a format, and a recurrent model with an expert that every token passes.
+const IN_F32: [&str; 3] = ["qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_5_moe-bf16"];
 
 fn cpu(precision: Precision) -> Arc<dyn Backend> {
     Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision }).unwrap())
@@ -65,7 +67,9 @@ fn check(golden: &str, device: &Arc<dyn Backend>) {
 
 #[test]
 fn every_placement_on_every_device_gives_the_golden_outputs() {
-    for precision in [Precision::F32, Precision::Auto] {
-        on_every_device::run(precision, |device| GOLDEN.iter().for_each(|golden| check(golden, &device)));
-    }
+    on_every_device::run(Precision::Auto, |device| check(GOLDEN, &device));
+    on_every_device::run(Precision::F32, |device| {
+        check(GOLDEN, &device);
+        IN_F32.iter().for_each(|golden| check(golden, &device));
+    });
 }
