@@ -25,7 +25,10 @@ struct Serving {
 
 fn serve(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_freetoken"));
-    command.args(["serve", "--model", DEMO, "--backend", "cpu", "--threads", "2"]).args(args);
+    command.args(["serve", "--backend", "cpu", "--threads", "2"]).args(args);
+    if !args.contains(&"--model") {
+        command.args(["--model", DEMO]);
+    }
     if !args.contains(&"--port") {
         command.args(["--port", "0"]);
     }
@@ -173,6 +176,45 @@ fn every_protocol_gives_the_demo_models_answer() {
         metrics.contains("freetoken_requests_ended_total{path=\"/v1/messages\",status=\"200\"} 1"),
         "{metrics}"
     );
+}
+
+/// An agent's exchange: what is sent again is not computed again, also behind an edited answer and a dropped thought.
+fn turns_go_on_from_what_is_kept(args: &[&str]) {
+    let server = Serving::start(args);
+    let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let system = message("system", &"You mend small programs and say what you did. ".repeat(8));
+    let ask = |messages: &[&Value]| {
+        let body =
+            json!({ "model": "any", "messages": messages, "max_tokens": 12, "temperature": 0, "seed": 1 });
+        let answer = server.post(CHAT, &body);
+        let count = |what: &Value| what.as_u64().expect("a count");
+        let usage = &answer["usage"];
+        let cached = count(&usage["prompt_tokens_details"]["cached_tokens"]);
+        (answer["choices"][0]["message"]["content"].clone(), count(&usage["prompt_tokens"]), cached)
+    };
+    let (first, second) = (message("user", "Which file is it?"), message("user", "Mend it, then."));
+    let thought = message("assistant", "<think>It names a path. I have not seen it.</think>It is main.rs.");
+    let (answer, n_first, cached) = ask(&[&system, &first]);
+    assert_eq!(cached, 0);
+    // A page, and what only opens the answer.
+    let kept = n_first - 16 - 24;
+    let said = message("assistant", answer.as_str().expect("a text"));
+    let (_, _, cached) = ask(&[&system, &first, &said, &second]);
+    assert!(cached >= kept, "the next turn: {cached} of {n_first}");
+    let (_, _, cached) = ask(&[&system, &first, &message("assistant", "It is lib.rs."), &second]);
+    assert!(cached >= kept, "an edited answer: {cached} of {n_first}");
+    let (_, n_thought, _) = ask(&[&system, &first, &thought, &second]);
+    let (_, _, cached) = ask(&[&system, &first, &message("assistant", "It is main.rs."), &second]);
+    assert!(cached >= kept && n_thought > n_first, "a dropped thought: {cached} of {n_first}");
+    let (_, _, cached) = ask(&[&system, &second]);
+    assert!(cached >= n_first / 2, "another conversation: {cached} of {n_first}");
+}
+
+#[test]
+fn an_agents_turns_go_on_from_what_is_kept() {
+    turns_go_on_from_what_is_kept(&[]);
+    let recurrent = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen3_5_moe-f32");
+    turns_go_on_from_what_is_kept(&["--model", recurrent]);
 }
 
 #[test]
