@@ -1,11 +1,17 @@
 //! [`Conversation`]: what a chat request says, in the words of no protocol, and the way from there to a prompt.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value};
 
 use super::{
+    Server,
+    answers::Answers,
     ask::{Ask, Drawing, Prompt, ReadingPlan},
+    blocking,
     error::{ApiError, Kind},
     grammar::{Format, GuidePlan},
+    journal::Ticket,
     model::ServedModel,
 };
 
@@ -79,11 +85,25 @@ impl Thinking {
 }
 
 impl Conversation {
+    /// Asks the service to answer it.
+    ///
+    /// # Errors
+    /// What template, grammar, tokenizer or service refuse.
+    pub(super) async fn ask(
+        self,
+        drawing: Drawing,
+        server: &Arc<Server>,
+        ticket: Arc<Ticket>,
+    ) -> Result<Answers, ApiError> {
+        let asked = server.clone();
+        blocking(move || self.prepare(asked.model(), drawing)).await?.submit(server, ticket)
+    }
+
     /// Renders and tokenizes it. This may take long.
     ///
     /// # Errors
     /// What template, grammar or tokenizer refuse.
-    pub(super) fn prepare(self, model: &ServedModel, drawing: Drawing) -> Result<Ask, ApiError> {
+    fn prepare(self, model: &ServedModel, drawing: Drawing) -> Result<Ask, ApiError> {
         self.check_tools()?;
         let (prompt, text) = self.prompt(model)?;
         let dialect = model.dialect()?;

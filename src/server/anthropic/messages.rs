@@ -16,7 +16,6 @@ use crate::{
         Server,
         answers::{Answers, Finish, Piece, Taken, Whole},
         ask::{Drawing, fresh_id},
-        blocking,
         body::Body,
         error::{ApiError, Protocol},
         journal::Ticket,
@@ -43,9 +42,7 @@ pub(in crate::server) async fn answer(
     let conversation = conversation(&mut fields, server.model())?;
     rest(&mut fields)?;
     fields.finish()?;
-    let asked = server.clone();
-    let ask = blocking(move || conversation.prepare(asked.model(), drawing)).await?;
-    let mut answers = ask.submit(&server, ticket.clone())?;
+    let mut answers = conversation.ask(drawing, &server, ticket.clone()).await?;
     let head = json!({
         "id": fresh_id("msg_"), "type": "message", "role": "assistant", "model": model,
         "content": [], "stop_reason": null, "stop_sequence": null,

@@ -10,7 +10,7 @@ use axum::{
 use serde_json::{Value, json};
 
 use super::{
-    Head, finish_reason, logprobs,
+    Head, failed, finish_reason, logprobs,
     messages::messages,
     take_stream,
     tools::{response_format, tool_choice, tools},
@@ -20,10 +20,9 @@ use crate::server::{
     Server,
     answers::{Answers, Finish, Piece, TokenLogprob, Whole},
     ask::Drawing,
-    blocking,
     body::Body,
     conversation::{Conversation, Thinking, effort},
-    error::{ApiError, Protocol},
+    error::ApiError,
     fields::{Fields, wrong},
     journal::Ticket,
     sse::{self, Frames, Voice},
@@ -62,9 +61,7 @@ pub(in crate::server) async fn answer(
     fields.skip(&["user", "metadata", "safety_identifier", "service_tier"]);
     fields.skip(&["prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"]);
     fields.finish()?;
-    let asked = server.clone();
-    let ask = blocking(move || conversation.prepare(asked.model(), drawing)).await?;
-    let mut answers = ask.submit(&server, ticket.clone())?;
+    let mut answers = conversation.ask(drawing, &server, ticket.clone()).await?;
     if stream {
         ticket.streams();
         let pending = vec![Vec::new(); answers.n_choices()];
@@ -200,18 +197,11 @@ impl Voice for ChatVoice {
     }
 
     fn close(&mut self, answers: &Answers, frames: &mut Frames) {
-        if self.include_usage {
-            let mut chunk = self.head.object("chat.completion.chunk");
-            chunk["choices"] = json!([]);
-            chunk["usage"] = usage(answers.taken());
-            frames.data(&chunk);
-        }
-        frames.done();
+        self.head.close("chat.completion.chunk", self.include_usage, answers, frames);
     }
 
     fn failed(&mut self, error: &ApiError, frames: &mut Frames) {
-        frames.data(&error.body(Protocol::OpenAi));
-        frames.done();
+        failed(error, frames);
     }
 
     fn keep_alive(&mut self, frames: &mut Frames) {

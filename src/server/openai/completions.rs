@@ -9,14 +9,14 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use super::{Head, finish_reason, logprobs, take_stream, usage::usage};
+use super::{Head, failed, finish_reason, logprobs, take_stream, usage::usage};
 use crate::server::{
     Server,
     answers::{Answers, Finish, Piece, TokenLogprob},
     ask::{Ask, Drawing, MOST_CHOICES, Prompt},
     blocking,
     body::Body,
-    error::{ApiError, Protocol},
+    error::ApiError,
     fields::{Fields, shown, wrong},
     journal::Ticket,
     sse::{self, Frames, Voice},
@@ -180,18 +180,11 @@ impl Voice for CompletionVoice {
     }
 
     fn close(&mut self, answers: &Answers, frames: &mut Frames) {
-        if self.include_usage {
-            let mut chunk = self.head.object("text_completion");
-            chunk["choices"] = json!([]);
-            chunk["usage"] = usage(answers.taken());
-            frames.data(&chunk);
-        }
-        frames.done();
+        self.head.close("text_completion", self.include_usage, answers, frames);
     }
 
     fn failed(&mut self, error: &ApiError, frames: &mut Frames) {
-        frames.data(&error.body(Protocol::OpenAi));
-        frames.done();
+        failed(error, frames);
     }
 
     fn keep_alive(&mut self, frames: &mut Frames) {

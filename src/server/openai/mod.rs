@@ -17,7 +17,15 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use super::{Server, answers::Finish, ask::fresh_id, error::ApiError, fields::Fields, journal::unix_seconds};
+use super::{
+    Server,
+    answers::{Answers, Finish},
+    ask::fresh_id,
+    error::{ApiError, Protocol},
+    fields::Fields,
+    journal::unix_seconds,
+    sse::Frames,
+};
 
 /// What every object of an answer begins with.
 struct Head {
@@ -40,6 +48,23 @@ impl Head {
     fn object(&self, object: &str) -> Value {
         json!({ "id": self.id, "object": object, "created": self.created, "model": self.model })
     }
+
+    /// Ends a stream of such objects, with one about usage where that is wanted.
+    fn close(&self, object: &str, include_usage: bool, answers: &Answers, frames: &mut Frames) {
+        if include_usage {
+            let mut chunk = self.object(object);
+            chunk["choices"] = json!([]);
+            chunk["usage"] = usage::usage(answers.taken());
+            frames.data(&chunk);
+        }
+        frames.done();
+    }
+}
+
+/// Ends a stream with an error.
+fn failed(error: &ApiError, frames: &mut Frames) {
+    frames.data(&error.body(Protocol::OpenAi));
+    frames.done();
 }
 
 /// Whether the answer is streamed, and whether the last chunk is about usage.

@@ -18,7 +18,6 @@ use crate::server::{
     Server,
     answers::{Finish, Taken, Whole},
     ask::{Drawing, fresh_id},
-    blocking,
     body::Body,
     conversation::{Conversation, Thinking, ToolChoice, effort},
     error::{ApiError, Kind},
@@ -87,9 +86,7 @@ pub(in crate::server) async fn answer(
     let conversation = conversation(&mut fields, &server)?;
     rest(&mut fields)?;
     fields.finish()?;
-    let asked = server.clone();
-    let ask = blocking(move || conversation.prepare(asked.model(), drawing)).await?;
-    let mut answers = ask.submit(&server, ticket.clone())?;
+    let mut answers = conversation.ask(drawing, &server, ticket.clone()).await?;
     if stream {
         ticket.streams();
         return Ok(sse::response(answers, ResponseVoice::new(response), server.settings().keep_alive));
