@@ -24,7 +24,7 @@ impl Engine {
     /// an expert cache where slots are asked for.
     pub fn divide(&mut self, division: Division, sequences: &mut [&mut Sequence]) -> Result<(), EngineError> {
         assert!(self.open.is_none(), "a chunk that is half way through the layers is done first");
-        let n_used = self.n_pages_running();
+        let n_used = self.pages().running;
         assert!(
             division.expert_slots.is_none() || self.elastic().is_some(),
             "a model whose experts are behind a cache"

@@ -24,6 +24,7 @@ pub use division::Division;
 pub use error::EngineError;
 pub use kv::BlockPool;
 pub use options::{EngineOptions, step_bytes};
+pub use reuse::Pages;
 pub use sequence::Sequence;
 pub use state::{RecurrentState, StateSnapshot};
 pub use step::Engine;

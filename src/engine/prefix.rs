@@ -103,11 +103,6 @@ impl PrefixCache {
         self.nodes.len() - self.vacant.len() - n_staying
     }
 
-    /// Bytes of states that the tree keeps.
-    pub(super) fn state_bytes(&self) -> usize {
-        self.state_bytes
-    }
-
     /// Gives a new holder the pages of the longest beginning of `tokens` that is there; `needs_state`: with a state behind it.
     pub(super) fn adopt(
         &mut self,
@@ -378,13 +373,13 @@ mod tests {
         tree.keep(&text, &pages, true, state(4), &mut pool);
         assert_eq!(found(&mut tree, &mut pool, &text), (4, Some(4)));
         assert_eq!(found(&mut tree, &mut pool, &tokens(&[1, 2, 9])), (2, Some(2)));
-        assert_eq!(tree.state_bytes(), 20);
+        assert_eq!(tree.state_bytes, 20);
         tree.keep(&text[..PAGE_TOKENS], &pages, false, state(1), &mut pool);
-        assert_eq!(tree.state_bytes(), 20);
+        assert_eq!(tree.state_bytes, 20);
         assert_eq!(found(&mut tree, &mut pool, &text), (2, Some(2)), "the fourth was used longest ago");
         assert_eq!(found(&mut tree, &mut pool, &tokens(&[9])), (0, None));
         pool.shrink(&mut pages, 0);
-        assert_eq!((tree.evict(9, &mut pool), tree.state_bytes(), pool.n_free()), (4, 0, 19));
+        assert_eq!((tree.evict(9, &mut pool), tree.state_bytes, pool.n_free()), (4, 0, 19));
     }
 
     #[derive(Debug, Clone)]

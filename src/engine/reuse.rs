@@ -4,6 +4,17 @@ use freetoken_backend::PAGE_TOKENS;
 
 use super::{Engine, EngineError, Sequence};
 
+/// Pages of the key-value cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pages {
+    /// All that sequences may have.
+    pub total: usize,
+    /// Held by running sequences.
+    pub running: usize,
+    /// Kept for sequences to come.
+    pub kept: usize,
+}
+
 impl Engine {
     /// Finds what is computed of the beginning of a new sequence already, and gives the number of its tokens. One token at least
     /// stays pending.
@@ -52,29 +63,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Bytes of host memory that kept states of recurrent layers take.
-    pub fn kept_state_bytes(&self) -> usize {
-        self.prefixes.state_bytes()
-    }
-
     /// Bytes of a page of the key-value cache, of all layers together.
     pub fn page_bytes(&self) -> u64 {
         self.batch.kv.iter().map(|kv| (kv.view.bytes() / kv.n_pages) as u64).sum()
     }
 
-    /// Pages of the key-value cache that running sequences hold.
-    pub fn n_pages_running(&self) -> usize {
-        self.n_pages() - self.pool.n_free() - self.n_pages_kept()
-    }
-
-    /// Pages that are kept for sequences to come.
-    pub fn n_pages_kept(&self) -> usize {
-        self.prefixes.n_evictable(&self.pool)
-    }
-
-    /// Pages of the key-value cache.
-    pub fn n_pages(&self) -> usize {
-        self.pool.n_pages() - 1
+    /// Pages of the key-value cache, and who holds them. Walks all pages that are kept.
+    pub fn pages(&self) -> Pages {
+        let (total, kept) = (self.pool.n_pages() - 1, self.prefixes.n_evictable(&self.pool));
+        Pages { total, running: total - self.pool.n_free() - kept, kept }
     }
 
     /// Gives a sequence's pages and its state back.

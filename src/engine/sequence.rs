@@ -19,7 +19,7 @@ impl Sequence {
     pub fn new(prompt: &[u32], params: SamplingParams, capacity: usize) -> Self {
         let mut tokens = Vec::with_capacity(capacity.max(prompt.len()));
         tokens.extend_from_slice(prompt);
-        let counts = prompt_counts(prompt, &params, capacity);
+        let counts = TokenCounts::of_prompt(prompt, &params, capacity);
         let pages = Vec::with_capacity(capacity.div_ceil(freetoken_backend::PAGE_TOKENS));
         Sequence { tokens, n_computed: 0, pages, state: None, params, counts }
     }
@@ -64,7 +64,7 @@ impl Sequence {
         self.n_computed = self.n_computed.min(common).min(prompt.len().saturating_sub(1));
         self.tokens.clear();
         self.tokens.extend_from_slice(prompt);
-        self.counts = prompt_counts(prompt, &self.params, self.tokens.capacity());
+        self.counts = TokenCounts::of_prompt(prompt, &self.params, self.tokens.capacity());
     }
 
     /// Counts the first `n` tokens as computed, and no others.
@@ -78,15 +78,6 @@ impl Sequence {
         self.n_computed += n;
         debug_assert!(self.n_computed <= self.tokens.len());
     }
-}
-
-/// What penalties count of a prompt, where there are any.
-fn prompt_counts(prompt: &[u32], params: &SamplingParams, capacity: usize) -> Option<TokenCounts> {
-    params.penalises().then(|| {
-        let mut counts = TokenCounts::with_capacity(capacity);
-        prompt.iter().for_each(|&id| counts.add_prompt(id));
-        counts
-    })
 }
 
 #[cfg(test)]

@@ -241,8 +241,8 @@ impl Worker {
             let n_tokens = first.request.prompt.len() + first.drawn.len();
             // A page more, and one for each that runs, so that all can go on for a while.
             let needed = n_tokens.div_ceil(PAGE_TOKENS) + 1 + self.running.len();
-            let room = self.engine.n_pages() - self.engine.n_pages_running();
-            if needed > room && !self.running.is_empty() {
+            let pages = self.engine.pages();
+            if needed > pages.total - pages.running && !self.running.is_empty() {
                 return;
             }
             let Waiting { mut request, events, drawn, mut usage } =
@@ -252,12 +252,9 @@ impl Worker {
             let capacity = (n_tokens + request.max_tokens).min(self.engine.context());
             let mut sequence = Sequence::new(&request.prompt, params, capacity);
             drawn.iter().for_each(|&id| sequence.push(id));
-            let counts = (draws_on_host && request.sampling.penalises()).then(|| {
-                let mut counts = TokenCounts::with_capacity(capacity);
-                request.prompt.iter().for_each(|&id| counts.add_prompt(id));
-                drawn.iter().for_each(|&id| counts.add_output(id));
-                counts
-            });
+            let mut counts = TokenCounts::of_prompt(&request.prompt, &request.sampling, capacity)
+                .filter(|_| draws_on_host);
+            counts.iter_mut().for_each(|counts| drawn.iter().for_each(|&id| counts.add_output(id)));
             let most = self.engine.context() - request.prompt.len();
             request.max_tokens = request.max_tokens.min(most);
             // Without what others have computed it is only slower.
@@ -282,7 +279,9 @@ impl Worker {
         let n = self.engine.chunk(running.sequence.pending().len());
         let is_cut = others_decode && !self.engine.streams(n);
         let n = if is_cut { n.min(piece(self.token_seconds)) } else { n };
-        let n = if self.engine.is_recurrent() { n.min(running.next_stop() - n_before) } else { n };
+        let stop =
+            if self.engine.is_recurrent() { running.next_stop() } else { running.sequence.tokens().len() };
+        let n = n.min(stop - n_before);
         let start = Instant::now();
         let is_done = match self.engine.compute_unit(&mut running.sequence, n) {
             Ok(is_done) => is_done,
@@ -299,12 +298,8 @@ impl Worker {
             let mean = self.token_seconds.get_or_insert(seconds);
             *mean += PIECE_WEIGHT * (seconds - *mean);
         }
-        let keeps = if self.engine.is_recurrent() {
-            n_computed.is_multiple_of(PAGE_TOKENS)
-        } else {
-            running.sequence.pending().is_empty()
-        };
-        if let Some(Err(error)) = keeps.then(|| self.engine.keep(&running.sequence)) {
+        let is_kept = n_computed == stop;
+        if let Some(Err(error)) = is_kept.then(|| self.engine.keep(&running.sequence)) {
             return self.leave(i, Left::Failed(error.to_string()));
         }
         let n_cached = running.usage.cached_tokens;
@@ -454,7 +449,7 @@ impl Worker {
     }
 
     fn cache(&self) -> Cache {
-        let engine = &self.engine;
+        let (engine, pages) = (&self.engine, self.engine.pages());
         let experts = engine.elastic().map(|elastic| {
             let counters = elastic.counters();
             Experts {
@@ -469,9 +464,9 @@ impl Worker {
             }
         });
         Cache {
-            kv_tokens: engine.n_pages() * PAGE_TOKENS,
-            kv_tokens_running: engine.n_pages_running() * PAGE_TOKENS,
-            kv_tokens_kept: engine.n_pages_kept() * PAGE_TOKENS,
+            kv_tokens: pages.total * PAGE_TOKENS,
+            kv_tokens_running: pages.running * PAGE_TOKENS,
+            kv_tokens_kept: pages.kept * PAGE_TOKENS,
             kv_token_bytes: engine.page_bytes() / PAGE_TOKENS as u64,
             experts,
         }

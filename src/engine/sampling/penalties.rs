@@ -29,6 +29,15 @@ impl TokenCounts {
         Self { seen: Vec::with_capacity(n_distinct), places: HashMap::with_capacity(n_distinct) }
     }
 
+    /// What the penalties of `params` count of a prompt, if there are any.
+    pub fn of_prompt(prompt: &[u32], params: &SamplingParams, capacity: usize) -> Option<Self> {
+        params.penalises().then(|| {
+            let mut counts = TokenCounts::with_capacity(capacity);
+            prompt.iter().for_each(|&id| counts.add_prompt(id));
+            counts
+        })
+    }
+
     /// Notes a token of the prompt.
     pub fn add_prompt(&mut self, id: u32) {
         self.entry(id);
