@@ -205,7 +205,12 @@ impl Elastic {
     /// Whether every miss of so many rows has somewhere to go, however they are routed.
     pub fn serves(&self, n_rows: usize) -> bool {
         let needed = (n_rows * self.top_k).min(self.pool.n_experts);
-        self.planner.options().choices.read_in_place || self.has_host() || needed <= self.n_slots()
+        self.reads_in_place() || self.has_host() || needed <= self.n_slots()
+    }
+
+    /// Whether a step may read its misses in place, with nobody asked.
+    pub fn reads_in_place(&self) -> bool {
+        self.planner.options().choices.read_in_place
     }
 
     /// Whether the host computes experts too.

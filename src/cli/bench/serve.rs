@@ -94,7 +94,8 @@ pub(super) fn run(args: &ServeArgs) -> Result<()> {
     let options = SchedulerOptions { max_running: 4, max_waiting: N_CLIENTS };
     let engine_options = EngineOptions { max_sequences: options.max_running, ..EngineOptions::default() };
     let engine_options = args.memory.options(engine_options, &*backend, &args.device)?;
-    let engine = files.engine(backend.clone(), &engine_options, &mut |_| ())?;
+    let mut engine = files.engine(backend.clone(), &engine_options, &mut |_| ())?;
+    engine.prepare(options.max_running)?;
     let vocab = engine.model().sizes().vocab;
     let scheduler = Arc::new(Scheduler::start(engine, options)?);
     let server = Arc::new(Server::new(Settings::local(files.name()), ServedModel::new(files.clone())?));
