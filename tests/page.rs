@@ -132,10 +132,3 @@ async fn a_person_talks_to_the_demo_model() {
 async fn a_person_sees_where_experts_are() {
     outcome("page.html", demo_server(Some(40))).await;
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore]
-async fn stay() {
-    let listener = TcpListener::bind("127.0.0.1:7219").await.unwrap();
-    let _ = timeout(Duration::from_secs(900), axum::serve(listener, app(demo_server(Some(60)))).into_future()).await;
-}
