@@ -253,8 +253,13 @@ impl Elastic {
 
     /// Sums since the start.
     pub fn counters(&self) -> ElasticCounters {
-        let (decode, prompts) = (*self.planner.counters(), *self.planner.prompt_counters());
+        let (decode, prompts) = (self.planner.counters(), *self.planner.prompt_counters());
         ElasticCounters { decode, prompts, ..self.counters }
+    }
+
+    /// Of decode steps since the start, by layer.
+    pub fn layer_counters(&self) -> &[Counters] {
+        self.planner.layer_counters()
     }
 
     /// The program of the next decode step.

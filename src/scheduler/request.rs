@@ -148,6 +148,8 @@ pub struct Stats {
     pub decoded_tokens: u64,
     /// What the memory holds.
     pub cache: Cache,
+    /// Of each MoE layer, where experts are behind a cache.
+    pub layers: Vec<Routed>,
     /// Seconds since it began.
     pub uptime_seconds: f64,
 }
@@ -163,6 +165,8 @@ pub struct Cache {
     pub kv_tokens_kept: usize,
     /// Bytes of a token.
     pub kv_token_bytes: u64,
+    /// Device memory for the states of running requests, where layers are recurrent.
+    pub state_bytes: u64,
     /// Experts, where they are behind a cache.
     pub experts: Option<Experts>,
 }
@@ -176,16 +180,24 @@ pub struct Experts {
     pub n_experts: usize,
     /// Bytes of one.
     pub record_bytes: u64,
-    /// Routed experts of decode steps that had a place.
-    pub hits: u64,
-    /// That were brought to one.
-    pub fetched: u64,
-    /// That the device read in host memory.
-    pub in_place: u64,
-    /// That the host computed.
-    pub on_host: u64,
-    /// That came over the link for prompts.
+    /// Of all layers.
+    #[serde(flatten)]
+    pub routed: Routed,
+    /// Experts that came over the link for prompts.
     pub streamed: u64,
+}
+
+/// Routed experts of decode steps since the start, by where they were.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Routed {
+    /// In a place on the device.
+    pub hits: u64,
+    /// Brought to one.
+    pub fetched: u64,
+    /// Read in host memory by the device.
+    pub in_place: u64,
+    /// Computed by the host.
+    pub on_host: u64,
 }
 
 /// Something that answers requests.
