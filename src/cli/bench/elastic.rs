@@ -39,7 +39,7 @@ pub(super) struct ElasticArgs {
     report: ReportArgs,
 }
 
-const COLUMNS: [Column; 16] = [
+const COLUMNS: [Column; 18] = [
     column("stage", "stage", 1.0, 0),
     column("cache", "cache %", 100.0, 0),
     column("prompt", "prompt", 1.0, 0),
@@ -55,6 +55,8 @@ const COLUMNS: [Column; 16] = [
     column("fetched", "fetched", 1.0, 1),
     column("in_place", "in place", 1.0, 1),
     column("host", "on CPU", 1.0, 1),
+    column("link_bytes_per_second", "link GB/s", 1e-9, 1),
+    column("host_bytes_per_second", "CPU GB/s", 1e-9, 1),
     column("resident_seconds", "resident ms", 1e3, 2),
 ];
 
@@ -182,6 +184,8 @@ fn prefill(subject: &mut Subject, share: f64, prompt: usize, resident: f64, tabl
         streamed.into(),
         Cell::Empty,
         Cell::Empty,
+        Cell::Empty,
+        Cell::Empty,
         resident.into(),
     ]);
     Ok(())
@@ -199,6 +203,10 @@ struct DecodeCell {
 struct Turns {
     seconds: Vec<f64>,
     sums: Counters,
+    /// Bytes that the device timed on its link, and their seconds.
+    link: (f64, f64),
+    /// Seconds in which the host computed.
+    host_seconds: f64,
 }
 
 fn decode(subject: &mut Subject, n_steps: usize, cell: &DecodeCell, table: &mut Table) -> Result<()> {
@@ -213,16 +221,23 @@ fn decode(subject: &mut Subject, n_steps: usize, cell: &DecodeCell, table: &mut 
                 continue;
             }
             (0..n_steps).try_for_each(|_| subject.decode(&mut sequences))?;
-            let before = elastic(subject).counters().decode;
+            let before = elastic(subject).counters();
             measured.seconds.push(decode_seconds(subject, &mut sequences, n_steps)?);
-            let sums = elastic(subject).counters().decode.since(&before);
-            measured.sums = measured.sums.plus(&sums);
+            let after = elastic(subject).counters();
+            measured.sums = measured.sums.plus(&after.decode.since(&before.decode));
+            measured.link.0 += (after.link_bytes - before.link_bytes) as f64;
+            measured.link.1 += after.link_seconds - before.link_seconds;
+            measured.host_seconds += after.host_seconds - before.host_seconds;
         }
     }
     sequences.iter_mut().for_each(|sequence| subject.engine.release(sequence));
     let (rates, record) = (*elastic(subject).rates().0, elastic(subject).record_bytes() as f64);
     for ((name, _), turns) in MODES.iter().zip(turns) {
-        let Some(Turns { seconds, sums }) = turns else { continue };
+        let Some(Turns { seconds, sums, link, host_seconds }) = turns else { continue };
+        let rate = |bytes: f64, seconds: f64| match seconds > 0.0 {
+            true => Cell::Number(bytes / seconds),
+            false => Cell::Empty,
+        };
         let per_step = |n: u64| n as f64 / (ROUNDS * n_steps) as f64;
         let missed = per_step(sums.misses());
         let seconds = median(seconds);
@@ -244,6 +259,8 @@ fn decode(subject: &mut Subject, n_steps: usize, cell: &DecodeCell, table: &mut 
             per_step(sums.fetched).into(),
             per_step(sums.in_place).into(),
             per_step(sums.host).into(),
+            rate(link.0, link.1),
+            rate(sums.host as f64 * record, host_seconds),
             cell.resident.into(),
         ]);
     }
