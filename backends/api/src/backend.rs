@@ -58,6 +58,9 @@ pub trait Backend: Send + Sync {
     /// Makes everything queued in `lane` from now on wait for the event.
     fn after(&self, lane: Lane, event: Event) -> Result<()>;
 
+    /// Whether the event is reached; asks without waiting.
+    fn reached(&self, event: Event) -> Result<bool>;
+
     /// Blocks the caller until the event is reached: a bounded time, then a typed error.
     fn wait(&self, event: Event) -> Result<()>;
 

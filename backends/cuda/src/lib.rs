@@ -224,6 +224,10 @@ impl Backend for Cuda {
         self.lock().lanes.after(self.device(), lane, event)
     }
 
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.lock().lanes.reached(self.device(), event)
+    }
+
     fn wait(&self, event: Event) -> Result<()> {
         self.lock().lanes.wait(self.device(), event)
     }

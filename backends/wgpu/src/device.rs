@@ -369,6 +369,10 @@ impl Backend for Wgpu {
         Ok(())
     }
 
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.lock().lanes.reached(event.seq)
+    }
+
     fn wait(&self, event: Event) -> Result<()> {
         self.lock().lanes.wait(event.seq)
     }

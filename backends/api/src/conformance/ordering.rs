@@ -126,6 +126,9 @@ fn uploads_behind_events(device: &dyn Backend) -> Result<f64, Failure> {
         device.run(std::slice::from_ref(&lookup))?;
         expect(&read(device, &out)?, &values(start), "lookup")?;
         device.wait(arrived)?;
+        if !device.reached(arrived)? {
+            return Err(Failure::Wrong("an event that was awaited is not reached".into()));
+        }
     }
     Ok(0.0)
 }
