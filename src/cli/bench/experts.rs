@@ -43,18 +43,8 @@ const TURN_BYTES: usize = 1 << 31;
 pub(super) struct ExpertsArgs {
     #[command(flatten)]
     subject: SubjectArgs,
-    /// How they are stored.
-    #[arg(long, value_name = "bf16|fp8|nvfp4|mxfp4", default_value = "bf16", value_parser = format)]
-    format: Format,
     #[command(flatten)]
     report: ReportArgs,
-}
-
-/// A format that experts are made in.
-fn format(text: &str) -> Result<Format, String> {
-    let known = [Format::Bf16, Format::Fp8, Format::Nvfp4, Format::Mxfp4];
-    let found = known.into_iter().find(|format| format.to_string() == text);
-    found.ok_or_else(|| "experts are made in bf16, fp8, nvfp4 or mxfp4".into())
 }
 
 const COLUMNS: [Column; 7] = [
@@ -75,7 +65,7 @@ pub(super) fn run(args: &ExpertsArgs) -> Result<()> {
     let Sizes { hidden, moe, .. } = sizes(&args.subject)?;
     let MoeSizes { top_k, intermediate, .. } =
         moe.context("this model has no routed experts: give another one")?;
-    let format = args.format;
+    let format = args.subject.shape.format.unwrap_or(Format::Bf16);
     for cols in [hidden, intermediate] {
         ensure!(format.takes_cols(cols), "{format} takes rows of whole groups, and {cols} columns are none");
     }
@@ -84,7 +74,7 @@ pub(super) fn run(args: &ExpertsArgs) -> Result<()> {
     let bytes = (n_experts * expert_bytes) as u64;
     let fits = os::available_memory().is_none_or(|free| bytes < free);
     ensure!(fits, "the experts take {}, more than the memory that is free", BinaryBytes(bytes));
-    let experts = make(args, n_experts, hidden, intermediate, backend)?;
+    let experts = make(args, format, n_experts, hidden, intermediate, backend)?;
     let mut table = Table::new(&COLUMNS);
     for n_rows in ROWS {
         let shape = ExpertMlpParams {
@@ -129,6 +119,7 @@ fn sizes(args: &SubjectArgs) -> Result<Sizes> {
 /// One layer of experts on the device.
 fn make(
     args: &ExpertsArgs,
+    format: Format,
     n_experts: usize,
     hidden: usize,
     intermediate: usize,
@@ -138,11 +129,11 @@ fn make(
     let name = |expert: usize, what: &str| format!("{}.weight", module(expert, what));
     let (up, down) = ([intermediate, hidden], [hidden, intermediate]);
     let matrices = |expert: usize| {
-        let of = move |(what, shape)| quantised::tensors(args.format, &module(expert, what), shape);
+        let of = move |(what, shape)| quantised::tensors(format, &module(expert, what), shape);
         [("gate_proj", up), ("up_proj", up), ("down_proj", down)].into_iter().flat_map(of)
     };
     let tensors: Vec<TensorSpec> = (0..n_experts).flat_map(matrices).collect();
-    let bytes = n_experts * record(args.format, hidden, intermediate).weight_bytes();
+    let bytes = n_experts * record(format, hidden, intermediate).weight_bytes();
     let progress = Progress::bytes("making", bytes as u64);
     let synthetic = Synthetic::new(args.subject.shape.seed);
     let checkpoint = SyntheticCheckpoint::generate(&synthetic, &tensors, &mut |bytes| progress.add(bytes))?;

@@ -100,7 +100,13 @@ impl Source {
                 let weights = shape.weights(&args.shape)?;
                 Source::Shape(shape, weights)
             }
-            None => Source::Files(Box::new(ModelFiles::open(args.model.as_deref())?)),
+            None => {
+                ensure!(
+                    args.shape.format.is_none(),
+                    "--format is for made-up weights: give --like NAME or --config FILE"
+                );
+                Source::Files(Box::new(ModelFiles::open(args.model.as_deref())?))
+            }
         })
     }
 
@@ -112,7 +118,7 @@ impl Source {
         options: &EngineOptions,
     ) -> Result<Subject> {
         let (name, mut engine) = match self {
-            Source::Shape(shape, weights) => (shape.name.clone(), shape.engine(weights, backend, options)?),
+            Source::Shape(shape, weights) => (shape.title(), shape.engine(weights, backend, options)?),
             Source::Files(files) => {
                 let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
                 let engine = files.engine(backend, options, &mut |bytes| progress.add(bytes))?;
