@@ -70,16 +70,11 @@ impl Browser {
 fn demo_server(expert_slots: Option<usize>) -> Arc<Server> {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
     let files = Arc::new(ModelFiles::open(Some(&demo)).unwrap());
-    let cpu =
-        || Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::Auto }).unwrap());
+    let cpu = || Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::Auto }).unwrap());
     let options = EngineOptions {
         max_sequences: 2,
         expert_cache: expert_slots.map(CacheSize::Slots),
-        elastic: ElasticOptions {
-            mode: Mode::Share(0.5),
-            host: Some(cpu()),
-            ..ElasticOptions::default()
-        },
+        elastic: ElasticOptions { mode: Mode::Share(0.5), host: Some(cpu()), ..ElasticOptions::default() },
         ..EngineOptions::default()
     };
     let engine = files.engine(cpu(), &options, &mut |_| ()).unwrap();
