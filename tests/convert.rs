@@ -274,7 +274,7 @@ fn the_command_converts_refuses_and_checks() {
     assert!(freetoken(&["convert", from, &out, "--force"]).status.success());
     assert_eq!(banks(Path::new(&out)).0, Some(Format::Bf16));
 
-    let measured = freetoken(&["bench", "--json", "--load", &format!("{from},{out}")]);
+    let measured = freetoken(&["bench", "load", "--json", from, &out]);
     let measured: Value = serde_json::from_slice(&measured.stdout).unwrap();
     let rows = measured["rows"].as_array().unwrap();
     let ways: Vec<&str> =
@@ -283,7 +283,7 @@ fn the_command_converts_refuses_and_checks() {
     assert!(
         rows.iter().all(|row| row["bytes"].as_u64() > Some(0) && row["share_of_disk"].as_f64() > Some(0.0))
     );
-    assert!(sentence(&["bench", "--load", dense]).contains("has no routed experts"));
+    assert!(sentence(&["bench", "load", dense]).contains("has no routed experts"));
 
     let shown = freetoken(&["inspect", &out, "--verify"]);
     let text = String::from_utf8(shown.stdout).unwrap();

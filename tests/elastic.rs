@@ -63,6 +63,19 @@ fn a_cache_that_changes_its_size_does_not_change_the_text() {
 }
 
 #[test]
+fn what_is_prepared_is_all_that_steps_behind_a_cache_need() {
+    for (slots, host) in [(60, with_host()), (60, ElasticOptions::default()), (0, with_host())] {
+        let mut engine = cached(slots, host).unwrap();
+        engine.prepare(1).unwrap();
+        let n_programs = engine.n_programs();
+        for n in [1, 2, 15, 16, 17, 33, 63, 64, 65, 70] {
+            golden::greedy(&mut engine, &prompt()[..n], 3).unwrap();
+        }
+        assert_eq!(engine.n_programs(), n_programs, "{slots} slots");
+    }
+}
+
+#[test]
 fn a_division_that_does_not_fit_changes_nothing() {
     let mut engine = cached(30, with_host()).unwrap();
     let mut sequence = Sequence::new(&prompt(), SamplingParams::GREEDY, 200);

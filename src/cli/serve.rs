@@ -90,10 +90,12 @@ pub(super) fn run(args: ServeArgs) -> Result<()> {
     note(&format!("listening on http://{}", listener.local_addr()?));
     let (end, ended) = oneshot::channel();
     let listening = runtime.spawn(listen(listener, server.clone(), ended));
-    let engine = args.model.engine_with(&files, args.engine_options(), &mut |bytes| server.loaded(bytes))?;
+    let mut engine =
+        args.model.engine_with(&files, args.engine_options(), &mut |bytes| server.loaded(bytes))?;
     say_states(&engine);
     let options =
         SchedulerOptions { max_running: args.parallel.into(), max_waiting: args.max_waiting.into() };
+    engine.prepare(options.max_running)?;
     server.serve(Arc::new(Scheduler::start(engine, options)?));
     runtime.block_on(async {
         // Until here, a signal ends the process as it would any other.

@@ -46,6 +46,11 @@ const STREAMED_SHARE: u64 = 16;
 const STREAMED_ROWS: [usize; 2] = [1024, 16_384];
 
 impl Limits {
+    /// States on the device: of sequences that run, kept ones, and the one before a chunk that may be abandoned.
+    pub(super) fn n_all_states(&self) -> usize {
+        self.n_states + self.n_state_slots + usize::from(self.decodes_apart)
+    }
+
     /// So many rows, and no cache.
     fn of_rows(max_rows: usize) -> Self {
         Limits {
@@ -288,8 +293,7 @@ fn buffers(backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<[View; N
 pub(super) fn bytes(s: &Sizes, limits: &Limits, precision: Precision) -> u64 {
     let page = KvCache::page_bytes(kv_format(precision), s.n_kv_heads, s.head_dim) as u64;
     let kv = page * limits.n_pages as u64 * s.n_kv_layers() as u64;
-    let n_states = limits.n_states + limits.n_state_slots + usize::from(limits.decodes_apart);
-    let states = s.recurrent.map_or(0, |recurrent| n_states as u64 * recurrent.state_bytes() as u64);
+    let states = s.recurrent.map_or(0, |recurrent| limits.n_all_states() * recurrent.state_bytes()) as u64;
     let apart = limits.decodes_apart.then(|| Limits::of_rows(MAX_SEQUENCES));
     let activations: usize =
         std::iter::once(*limits).chain(apart).flat_map(|limits| activations(s, &limits)).sum();

@@ -11,6 +11,7 @@ mod layered;
 mod options;
 mod prefill;
 mod prefix;
+mod prepare;
 mod programs;
 mod reuse;
 pub mod sampling;

@@ -136,20 +136,24 @@ impl Engine {
     /// Writes the next `n` tokens as the input of the step that streams experts to them, and gives its bucket.
     pub(super) fn layered_input(&mut self, sequence: &Sequence, n: usize) -> Result<usize, EngineError> {
         let bucket = n.next_power_of_two();
-        let Engine { backend, model, batch, layered, elastic, input, .. } = self;
-        let recorded = match layered.entry(bucket) {
-            Entry::Occupied(there) => there.into_mut(),
-            Entry::Vacant(place) => {
-                let elastic = elastic.as_deref().expect("asked for by an engine with a cache");
-                let batch = batch.bucket(bucket).with_shared_ids();
-                let stages = programs::stages(Kind::Prefill, &**model, &batch);
-                place.insert(Layered::record(&**backend, batch, stages, elastic)?)
-            }
-        };
-        let batch = &recorded.batch;
+        self.layered_program(bucket)?;
+        let Engine { backend, layered, input, .. } = self;
+        let batch = &layered[&bucket].batch;
         input.put_rows(batch, once(sequence), n);
         backend.write(&batch.input, input.rows(batch))?;
         Ok(bucket)
+    }
+
+    /// Records the step that streams experts to a bucket of tokens, unless it is there.
+    pub(super) fn layered_program(&mut self, bucket: usize) -> Result<(), EngineError> {
+        let Engine { backend, model, batch, layered, elastic, .. } = self;
+        if let Entry::Vacant(place) = layered.entry(bucket) {
+            let elastic = elastic.as_deref().expect("asked for by an engine with a cache");
+            let batch = batch.bucket(bucket).with_shared_ids();
+            let stages = programs::stages(Kind::Prefill, &**model, &batch);
+            place.insert(Layered::record(&**backend, batch, stages, elastic)?);
+        }
+        Ok(())
     }
 
     pub(super) fn advance(&mut self, sequence: &mut Sequence, n: usize) {

@@ -124,6 +124,11 @@ impl Engine {
         })
     }
 
+    /// Bytes of device memory for states: of sequences that run, of those that are kept, and before a chunk.
+    pub fn state_device_bytes(&self) -> u64 {
+        (self.limits.n_all_states() * self.state_bytes()) as u64
+    }
+
     /// Copies the state of a sequence to where it is kept. Into a slot it is queued behind the last step, and nobody waits.
     pub(super) fn stow(&mut self, sequence: &Sequence, stow: &Stow) -> std::result::Result<(), EngineError> {
         if let Some(spill) = stow.spill {

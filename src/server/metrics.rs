@@ -62,15 +62,18 @@ pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
         }
         if let Some(experts) = stats.cache.experts {
             page.one("expert_slots", "gauge", "Places of experts on the device.", experts.n_slots);
-            page.head("experts_total", "counter", "Routed experts of decode steps, by where they were.");
-            let places = [
-                ("hit", experts.hits),
-                ("fetched", experts.fetched),
-                ("in_place", experts.in_place),
-                ("host", experts.on_host),
-            ];
-            for (place, value) in places {
-                page.sample("experts_total", &format!("{{place=\"{place}\"}}"), value);
+            page.head("experts_total", "counter", "Routed experts of decode steps, by layer and place.");
+            for (layer, routed) in stats.layers.iter().enumerate() {
+                let places = [
+                    ("hit", routed.hits),
+                    ("fetched", routed.fetched),
+                    ("in_place", routed.in_place),
+                    ("host", routed.on_host),
+                ];
+                for (place, value) in places {
+                    let labels = format!("{{layer=\"{layer}\",place=\"{place}\"}}");
+                    page.sample("experts_total", &labels, value);
+                }
             }
         }
         page.one("uptime_seconds", "gauge", "Since the model was loaded.", stats.uptime_seconds);

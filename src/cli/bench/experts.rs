@@ -3,14 +3,17 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use clap::Args;
 use freetoken_backend::{
-    Backend, ExpertMlp, ExpertMlpParams, Experts, NoRoutePoints, Op, Stage, View, os, record,
+    Backend, ExpertMlp, ExpertMlpParams, Experts, Format, NoRoutePoints, Op, Stage, View, os, record,
 };
 use indicatif::BinaryBytes;
 
 use super::{
     super::terminal::Progress,
-    BenchArgs, median,
+    median,
+    report::{Report, ReportArgs, read_bandwidth},
+    subject::SubjectArgs,
     table::{Column, Table, column},
 };
 use crate::{
@@ -35,6 +38,25 @@ const TURNS: usize = 15;
 /// The calls of a turn read at least so many bytes.
 const TURN_BYTES: usize = 1 << 31;
 
+/// The experts of a layer alone, made up: 2048x768, top 8, unless a model is given.
+#[derive(Debug, Args)]
+pub(super) struct ExpertsArgs {
+    #[command(flatten)]
+    subject: SubjectArgs,
+    /// How they are stored.
+    #[arg(long, value_name = "bf16|fp8|nvfp4|mxfp4", default_value = "bf16", value_parser = format)]
+    format: Format,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
+/// A format that experts are made in.
+fn format(text: &str) -> Result<Format, String> {
+    let known = [Format::Bf16, Format::Fp8, Format::Nvfp4, Format::Mxfp4];
+    let found = known.into_iter().find(|format| format.to_string() == text);
+    found.ok_or_else(|| "experts are made in bf16, fp8, nvfp4 or mxfp4".into())
+}
+
 const COLUMNS: [Column; 7] = [
     column("rows", "rows", 1.0, 0),
     column("experts", "experts", 1.0, 0),
@@ -45,10 +67,12 @@ const COLUMNS: [Column; 7] = [
     column("share_of_read", "% of read", 100.0, 1),
 ];
 
-/// Measures batches of 1, 2, 4 and 16 rows, each row with experts of its own as far as there are enough. Also says of what
-/// shape the experts are.
-pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) -> Result<(String, Table)> {
-    let Sizes { hidden, moe, .. } = sizes(args)?;
+/// Measures batches of 1, 2, 4 and 16 rows, each row with experts of its own as far as there are enough.
+pub(super) fn run(args: &ExpertsArgs) -> Result<()> {
+    let backend = &*args.subject.device.open()?;
+    let read_bandwidth = read_bandwidth(backend)?;
+    let probe = &ReadProbe::new(backend)?;
+    let Sizes { hidden, moe, .. } = sizes(&args.subject)?;
     let MoeSizes { top_k, intermediate, .. } =
         moe.context("this model has no routed experts: give another one")?;
     let format = args.format;
@@ -85,10 +109,11 @@ pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) ->
             median(turns.iter().map(|turn| bytes / turn.seconds / turn.read_bandwidth)).into(),
         ]);
     }
-    Ok((format!("experts of {hidden}x{intermediate} in {format}, top {top_k} of {n_experts}"), table))
+    let subject = format!("experts of {hidden}x{intermediate} in {format}, top {top_k} of {n_experts}");
+    Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args.report)
 }
 
-fn sizes(args: &BenchArgs) -> Result<Sizes> {
+fn sizes(args: &SubjectArgs) -> Result<Sizes> {
     if let Some(shape) = args.shape.read()? {
         return Ok(shape.inventory()?.sizes);
     }
@@ -103,7 +128,7 @@ fn sizes(args: &BenchArgs) -> Result<Sizes> {
 
 /// One layer of experts on the device.
 fn make(
-    args: &BenchArgs,
+    args: &ExpertsArgs,
     n_experts: usize,
     hidden: usize,
     intermediate: usize,
@@ -119,7 +144,7 @@ fn make(
     let tensors: Vec<TensorSpec> = (0..n_experts).flat_map(matrices).collect();
     let bytes = n_experts * record(args.format, hidden, intermediate).weight_bytes();
     let progress = Progress::bytes("making", bytes as u64);
-    let synthetic = Synthetic::new(args.shape.seed);
+    let synthetic = Synthetic::new(args.subject.shape.seed);
     let checkpoint = SyntheticCheckpoint::generate(&synthetic, &tensors, &mut |bytes| progress.add(bytes))?;
     progress.finish();
     let mut progress = |_| ();
