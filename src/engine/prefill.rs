@@ -88,6 +88,7 @@ impl Engine {
     /// The same for a sequence that has the room.
     fn compute_rows(&mut self, sequence: &Sequence, n: usize) -> Result<bool, EngineError> {
         if self.open.is_none() && self.streams(n) {
+            self.put_aside(sequence)?;
             let bucket = self.layered_input(sequence, n)?;
             self.open = Some(OpenChunk { bucket, n_rows: n, n_done: 0 });
         }
@@ -109,12 +110,14 @@ impl Engine {
         Ok(true)
     }
 
-    /// Leaves the chunk of a sequence that is half way through the layers, if there is one: its tokens are not computed, and of a
-    /// recurrent model's sequence nothing is left.
+    /// Leaves the chunk of a sequence that is half way through the layers, if there is one: its tokens are not computed, and what
+    /// was computed before stays.
     pub fn abandon(&mut self, sequence: &mut Sequence) {
         if self.open.take().is_some() {
             self.elastic.iter_mut().for_each(|elastic| elastic.abandon());
-            self.distrust(sequence);
+            if self.bring_back(sequence).is_err() {
+                self.distrust(sequence);
+            }
         }
     }
 

@@ -21,7 +21,7 @@ use std::{
 use fast::{Fast, Scratch};
 use freetoken_backend::{
     Backend, Buffer, Caps, Error, Event, Experts, Format, HostBuffer, HostBytes, Lane, Op, Precision,
-    Program, Result, Stage, View, os,
+    Program, Result, Stage, View, ViewCopy, os,
 };
 use isa::Isa;
 use pool::Pool;
@@ -164,6 +164,15 @@ impl Backend for Cpu {
     fn upload(&self, lane: Lane, src: &Arc<HostBuffer>, start: usize, dst: &View) -> Result<Event> {
         self.write(dst, &src.as_slice()[start..start + dst.bytes()])?;
         self.event(lane)
+    }
+
+    fn copy(&self, copies: &[ViewCopy]) -> Result<()> {
+        let _turn = self.lock();
+        for copy in copies {
+            copy.check();
+            slice_mut::<u8>(&copy.dst).copy_from_slice(slice(&copy.src));
+        }
+        Ok(())
     }
 
     /// Everything is done when its call returns, so every event is reached when it is made.

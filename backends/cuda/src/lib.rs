@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use freetoken_backend::{
     Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
-    View,
+    View, ViewCopy,
 };
 pub use probe::{Card, CardChoice, ProbeError, cards};
 pub use segment::Submission;
@@ -214,6 +214,15 @@ impl Backend for Cuda {
         let src = src.slice(start..start + dst.bytes());
         self.device().driver.copy(&state.lanes.stream(lane), dst, src)?;
         state.lanes.event(self.device(), lane)
+    }
+
+    fn copy(&self, copies: &[ViewCopy]) -> Result<()> {
+        let _turn = self.lock();
+        let Device { driver, compute, .. } = &**self.device();
+        copies.iter().try_for_each(|copy| {
+            copy.check();
+            driver.copy(compute, memory::span(&copy.dst), memory::span(&copy.src))
+        })
     }
 
     fn event(&self, lane: Lane) -> Result<Event> {

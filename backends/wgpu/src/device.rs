@@ -11,7 +11,7 @@ use std::{
 
 use freetoken_backend::{
     Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
-    View, os,
+    View, ViewCopy, os,
 };
 use wgpu::{Device, DeviceDescriptor, Features, Limits, MemoryHints};
 
@@ -356,6 +356,19 @@ impl Backend for Wgpu {
                 self.event(lane)
             }
         }
+    }
+
+    fn copy(&self, copies: &[ViewCopy]) -> Result<()> {
+        let State { lanes, .. } = &mut *self.lock();
+        let mut commands = Commands::new(lanes, self.gpu());
+        for copy in copies.iter().filter(|copy| copy.src.bytes() > 0) {
+            copy.check();
+            let ViewCopy { src, dst } = copy;
+            let (from, to) = (src.range().start, dst.range().start);
+            commands.copy(buffer(src.buffer()), from, buffer(dst.buffer()), to, src.bytes());
+        }
+        commands.submit();
+        commands.lanes.check()
     }
 
     fn event(&self, lane: Lane) -> Result<Event> {
