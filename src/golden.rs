@@ -11,6 +11,7 @@ use crate::{
     chat::template::Prompt,
     engine::{Division, Engine, EngineOptions, Sequence, sampling::SamplingParams},
     formats::{json, safetensors::Shard},
+    loading,
     model_files::ModelFiles,
     moe::{CacheSize, Elastic, ElasticCounters, ElasticOptions, Mode, Rates},
 };
@@ -106,11 +107,22 @@ pub struct Placement {
     pub host: bool,
     /// Whether the cache is made smaller and larger on the way.
     pub resized: bool,
+    /// How many experts host memory holds, the others being on the disk; `None`: all of them.
+    pub ram: Option<Ram>,
+}
+
+/// Host memory that does not hold every expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ram {
+    /// It holds half of them.
+    Half,
+    /// It holds as few as it may.
+    Least,
 }
 
 impl Placement {
     const fn new(name: &'static str, cache: Option<CacheSize>, mode: Mode) -> Self {
-        Placement { name, cache, mode, in_place: true, host: true, resized: false }
+        Placement { name, cache, mode, in_place: true, host: true, resized: false, ram: None }
     }
 
     const fn without_in_place(self) -> Self {
@@ -119,6 +131,10 @@ impl Placement {
 
     const fn without_host(self) -> Self {
         Placement { host: false, ..self }
+    }
+
+    const fn with_ram(self, ram: Ram) -> Self {
+        Placement { ram: Some(ram), ..self }
     }
 }
 
@@ -135,6 +151,26 @@ pub const PLACEMENTS: &[Placement] = &[
     Placement::new("in place", NO_SLOTS, Mode::Gpu).without_host(),
     Placement::new("half fetched, half on the host", Some(CacheSize::Percent(55.0)), Mode::Share(0.5)),
     Placement { resized: true, ..Placement::new("in slots that come and go", NO_SLOTS, Mode::Share(0.7)) },
+    // On a device of its own memory these two are resident.
+    Placement::new("half in memory, half on the disk", None, Mode::Auto).with_ram(Ram::Half),
+    Placement::new("nearly all on the disk", None, Mode::Auto).with_ram(Ram::Least),
+    Placement::new("in slots, in memory and on the disk", Some(CacheSize::Percent(30.0)), Mode::Auto)
+        .with_ram(Ram::Half),
+    Placement::new("in slots, nearly all others on the disk", Some(CacheSize::Percent(30.0)), Mode::Hybrid)
+        .with_ram(Ram::Least),
+    Placement::new("on the host, half from the disk", NO_SLOTS, Mode::Cpu)
+        .without_in_place()
+        .with_ram(Ram::Half),
+    Placement::new("fetched, half from the disk", Some(CacheSize::Percent(60.0)), Mode::Gpu)
+        .without_in_place()
+        .without_host()
+        .with_ram(Ram::Half),
+    Placement::new("in place, half from the disk", NO_SLOTS, Mode::Gpu).without_host().with_ram(Ram::Half),
+    Placement {
+        resized: true,
+        ..Placement::new("in slots that come and go over a disk", NO_SLOTS, Mode::Share(0.7))
+    }
+    .with_ram(Ram::Half),
 ];
 
 /// Rates of no machine, so that nothing is measured for a model that small.
@@ -174,6 +210,19 @@ impl Placement {
     }
 }
 
+impl Ram {
+    /// The budget of a model.
+    fn bytes(self, files: &ModelFiles, backend: &dyn Backend, options: &EngineOptions) -> Result<u64> {
+        let demand = loading::plan(&files.config(), files.checkpoint(), backend, options)?.demand;
+        let n_records = match self {
+            Ram::Half => demand.n_experts / 2,
+            // An expert of each layer, and two for a ring, where that is of the same memory.
+            Ram::Least => demand.n_layers + 2,
+        };
+        Ok(n_records as u64 * demand.record_bytes)
+    }
+}
+
 /// Checks one golden directory on a device. The report says what differs; an error means that nothing could be compared.
 ///
 /// # Errors
@@ -197,7 +246,10 @@ pub fn run_placed(
     let expected = Expected::open(dir)?;
     let options =
         EngineOptions { context: 512, max_sequences: 4, max_chunk: Some(256), ..EngineOptions::default() };
-    let mut engine = files.engine(backend.clone(), &placement.options(options, host), &mut |_| ())?;
+    let options = placement.options(options, host);
+    let ram = placement.ram.map(|ram| ram.bytes(&files, &**backend, &options)).transpose()?;
+    let options = EngineOptions { ram, ..options };
+    let mut engine = files.engine(backend.clone(), &options, &mut |_| ())?;
     let mut report = GoldenReport::default();
     let prompts = facts["prompts"].as_array().context("expected.json: `prompts` is missing")?;
     for (i, prompt) in prompts.iter().filter_map(Value::as_str).enumerate() {

@@ -223,6 +223,10 @@ impl WeightSource for Checkpoint {
         self.ftw()?.records(moe_layer)
     }
 
+    fn files(&self) -> Option<Checkpoint> {
+        Some(self.clone())
+    }
+
     fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), TensorError> {
         Ok(Checkpoint::transfer(self, transfers)?)
     }

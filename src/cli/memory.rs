@@ -35,6 +35,10 @@ pub(super) struct MemoryArgs {
     /// Device memory for routed experts: 2GiB, 25% of them, or 96slots [default: all of them, or what is left].
     #[arg(long, value_name = "SIZE")]
     pub(super) expert_cache: Option<CacheSize>,
+    /// Host memory for routed experts, as 24GiB; what does not fit stays on the disk and is read again and again [default: what is
+    /// free, less an eighth].
+    #[arg(long, value_name = "BYTES")]
+    pub(super) ram: Option<ByteCount>,
     /// Where decode computes experts that have no place on the device. Long prompts stream them through it in any case.
     #[arg(long, value_enum, default_value = "auto")]
     pub(super) experts: ExpertsArg,
@@ -61,6 +65,7 @@ impl MemoryArgs {
             vram: self.vram.map(|count| count.0),
             // One tier, where both would be the same memory.
             state_slots: if is_host { 0 } else { options.state_slots },
+            ram: self.ram.map(|count| count.0),
             expert_cache: self.expert_cache.or(all_on_host),
             elastic: ElasticOptions {
                 mode: match self.experts {

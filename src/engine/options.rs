@@ -26,6 +26,8 @@ pub struct EngineOptions {
     pub max_chunk: Option<usize>,
     /// Bytes of device memory that all of it may take; what is free by default.
     pub vram: Option<u64>,
+    /// Bytes of host memory for experts; what is free, less some for everybody else, by default.
+    pub ram: Option<u64>,
     /// Device memory for experts; all of them, or what is left, by default.
     pub expert_cache: Option<CacheSize>,
     /// How experts that have no place on the device are treated.
@@ -42,6 +44,7 @@ impl Default for EngineOptions {
             state_cache: 1 << 30,
             max_chunk: None,
             vram: None,
+            ram: None,
             expert_cache: None,
             elastic: ElasticOptions::default(),
         }

@@ -8,13 +8,15 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use freetoken_backend::HostBytes;
 use serde::Deserialize;
 
 use super::error::{FormatError, shorten};
 use super::ftw;
 use super::json::{self, UniqueMap};
-use super::read::{Read, Transfer, copy, read_all};
+use super::read::{Read, Transfer, copy, read_all, read_here};
 use super::safetensors::{Shard, Tensor};
 
 /// The weights when they are one file.
@@ -25,11 +27,11 @@ pub(super) const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Runs of so many bytes are read rather than copied from the mapping.
 const READ_BYTES: usize = 256 << 10;
 
-/// A model's files, checked: every tensor is in exactly one shard, and every shard keeps its format's rules.
-#[derive(Debug)]
+/// A model's files, checked: every tensor is in exactly one shard, and every shard keeps its format's rules. Cheap to clone.
+#[derive(Debug, Clone)]
 pub struct Checkpoint {
-    source: Source,
-    container: Container,
+    source: Arc<Source>,
+    container: Arc<Container>,
 }
 
 /// What holds the tensors.
@@ -70,7 +72,7 @@ impl Checkpoint {
 
     fn load(source: Source) -> Result<Self, FormatError> {
         let container = Container::open(&source)?;
-        Ok(Self { source, container })
+        Ok(Self { source: Arc::new(source), container: Arc::new(container) })
     }
 
     /// The directory, or the label of an embedded checkpoint.
@@ -80,7 +82,7 @@ impl Checkpoint {
 
     /// The FTW directory that it is, if it is one.
     pub fn ftw(&self) -> Option<&ftw::Tensors> {
-        match &self.container {
+        match &*self.container {
             Container::Safetensors { .. } => None,
             Container::Ftw(tensors) => Some(tensors),
         }
@@ -88,7 +90,7 @@ impl Checkpoint {
 
     /// Whether it holds a tensor of that name.
     pub fn contains(&self, name: &str) -> bool {
-        match &self.container {
+        match &*self.container {
             Container::Safetensors { places, .. } => places.contains_key(name),
             Container::Ftw(tensors) => tensors.contains(name),
         }
@@ -96,7 +98,7 @@ impl Checkpoint {
 
     /// The names of all tensors, sorted.
     pub fn tensor_names(&self) -> Box<dyn ExactSizeIterator<Item = &str> + '_> {
-        match &self.container {
+        match &*self.container {
             Container::Safetensors { places, .. } => Box::new(places.keys().map(String::as_str)),
             Container::Ftw(tensors) => Box::new(tensors.names()),
         }
@@ -104,7 +106,7 @@ impl Checkpoint {
 
     /// Bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
-        match &self.container {
+        match &*self.container {
             Container::Safetensors { shards, .. } => shards
                 .iter()
                 .flat_map(|shard| shard.entries().values())
@@ -119,7 +121,7 @@ impl Checkpoint {
     /// # Errors
     /// [`FormatError::MissingTensor`] with the most similar name.
     pub fn tensor(&self, name: &str) -> Result<Tensor, FormatError> {
-        let found = match &self.container {
+        let found = match &*self.container {
             Container::Safetensors { shards, places } => {
                 places.get(name).and_then(|&place| shards[place].tensor(name))
             }
@@ -133,13 +135,30 @@ impl Checkpoint {
         })
     }
 
+    /// Bytes of a tensor that it gave, read from their file into memory of their own: a file that changes under its mapping ends the
+    /// process, one that cannot be read is an error.
+    ///
+    /// # Errors
+    /// [`FormatError::ReadAt`] naming file and offset.
+    pub fn read_here(&self, bytes: &HostBytes) -> Result<HostBytes, FormatError> {
+        let located = match &*self.container {
+            Container::Safetensors { shards, .. } => shards.iter().find_map(|shard| shard.locate(bytes)),
+            Container::Ftw(tensors) => tensors.locate(bytes),
+        };
+        // What is in no file is memory already.
+        let Some((file, offset)) = located else { return Ok(bytes.clone()) };
+        let mut memory = vec![0; bytes.len()];
+        read_here(Read { file: file.open()?, offset, into: &mut memory })?;
+        Ok(HostBytes::new(Arc::new(memory)))
+    }
+
     /// Copies bytes of its tensors. Long runs are read from their file, many at once and past the page cache; short ones, which lie
     /// among others that were looked at, are copied from the mapping.
     ///
     /// # Errors
     /// [`FormatError::ReadAt`] naming file and offset of a read that failed.
     pub fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), FormatError> {
-        let Container::Safetensors { shards, .. } = &self.container else {
+        let Container::Safetensors { shards, .. } = &*self.container else {
             copy(transfers);
             return Ok(());
         };

@@ -55,6 +55,13 @@ impl LazyFile {
     }
 }
 
+/// The place of bytes in a mapping that they are a part of.
+pub(super) fn place_in(mapping: &HostBytes, bytes: &HostBytes) -> Option<u64> {
+    let (mapping, bytes) = (mapping.as_slice().as_ptr_range(), bytes.as_slice().as_ptr_range());
+    let is_inside = mapping.start <= bytes.start && bytes.end <= mapping.end;
+    is_inside.then(|| (bytes.start.addr() - mapping.start.addr()) as u64)
+}
+
 /// Bytes that are mapped, and where a copy of them goes, which is as long.
 pub struct Transfer<'a> {
     /// What is copied.
@@ -91,8 +98,8 @@ impl<'a> Read<'a> {
         })
     }
 
-    /// Fills the memory: at once where all is aligned, else by way of `bounce`, `CHUNK` and two blocks long.
-    fn fill(self, bounce: &mut AnonymousMemory) -> Result<(), FormatError> {
+    /// Fills the memory: at once where all is aligned, else by way of `bounce`.
+    fn fill(self, bounce: &mut Bounce) -> Result<(), FormatError> {
         let Read { file, offset, into } = self;
         let failed = |source: io::Error| FormatError::ReadAt {
             file: file.path().display().to_string(),
@@ -112,11 +119,35 @@ impl<'a> Read<'a> {
         }
         let start = offset - offset % block;
         let skipped = (offset - start) as usize;
-        let window = &mut bounce.as_mut()[..(skipped + into.len()).next_multiple_of(DIRECT_ALIGN)];
+        let window = &mut bounce.memory()?[..(skipped + into.len()).next_multiple_of(DIRECT_ALIGN)];
         let found = file.read_at(window, start).map_err(failed)?;
         into.copy_from_slice(window[..found].get(skipped..skipped + into.len()).ok_or_else(cut)?);
         Ok(())
     }
+}
+
+/// Memory of a thread that requests go through which are not aligned, as large as the largest of them; made for the first.
+#[derive(Default)]
+struct Bounce(Option<AnonymousMemory>);
+
+impl Bounce {
+    fn memory(&mut self) -> Result<&mut [u8], FormatError> {
+        if self.0.is_none() {
+            let memory = os::anonymous(CHUNK + 2 * DIRECT_ALIGN);
+            let refused = |source| FormatError::Read { file: "memory to read into".into(), source };
+            self.0 = Some(memory.map_err(refused)?);
+        }
+        Ok(self.0.as_mut().expect("made above").as_mut())
+    }
+}
+
+/// Fills the memory of a read on this thread alone.
+///
+/// # Errors
+/// [`FormatError::ReadAt`] naming file and offset.
+pub fn read_here(read: Read<'_>) -> Result<(), FormatError> {
+    let mut bounce = Bounce::default();
+    read.requests().try_for_each(|request| request.fill(&mut bounce))
 }
 
 /// Fills the memory of all reads; `progress` hears the bytes. After an error some of the memory is filled.
@@ -129,7 +160,7 @@ pub fn read_all<'a>(
 ) -> Result<(), FormatError> {
     let requests = Mutex::new(reads.into_iter().flat_map(Read::requests));
     let (filled, stopped) = (AtomicU64::new(0), AtomicBool::new(false));
-    let fill_next = |bounce: &mut AnonymousMemory| -> Result<bool, FormatError> {
+    let fill_next = |bounce: &mut Bounce| -> Result<bool, FormatError> {
         let request = requests.lock().unwrap_or_else(PoisonError::into_inner).next();
         let Some(request) = request.filter(|_| !stopped.load(Ordering::Relaxed)) else { return Ok(false) };
         let bytes = request.into.len() as u64;
@@ -137,21 +168,17 @@ pub fn read_all<'a>(
         filled.fetch_add(bytes, Ordering::Relaxed);
         Ok(true)
     };
-    let bounce = || {
-        let memory = os::anonymous(CHUNK + 2 * DIRECT_ALIGN);
-        memory.map_err(|source| FormatError::Read { file: "memory to read into".into(), source })
-    };
     thread::scope(|scope| {
         let readers: Vec<_> = (1..N_READERS)
             .map(|_| {
                 scope.spawn(|| {
-                    let mut bounce = bounce()?;
+                    let mut bounce = Bounce::default();
                     while fill_next(&mut bounce)? {}
                     Ok(())
                 })
             })
             .collect();
-        let mut bounce = bounce()?;
+        let mut bounce = Bounce::default();
         while fill_next(&mut bounce)? {
             progress(filled.swap(0, Ordering::Relaxed));
         }

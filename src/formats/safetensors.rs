@@ -17,7 +17,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use super::error::{FormatError, HeaderFault, TensorFault, shorten};
 use super::json::{self, UniqueMap};
 use super::mapped::MappedFile;
-use super::read::LazyFile;
+use super::read::{LazyFile, place_in};
 
 /// The longest header that the format allows, in bytes.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -90,10 +90,8 @@ impl Shard {
 
     /// The file that these bytes are mapped from and their place in it, if this is it.
     pub(super) fn locate(&self, bytes: &HostBytes) -> Option<(&LazyFile, u64)> {
-        let (mapping, bytes) = (self.bytes.as_slice().as_ptr_range(), bytes.as_slice().as_ptr_range());
-        let is_inside = mapping.start <= bytes.start && bytes.end <= mapping.end;
-        let file = self.file.as_ref().filter(|_| is_inside)?;
-        Some((file, (bytes.start.addr() - mapping.start.addr()) as u64))
+        let file = self.file.as_ref()?;
+        Some((file, place_in(&self.bytes, bytes)?))
     }
 
     /// The path or label.

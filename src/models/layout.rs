@@ -20,7 +20,9 @@ use crate::formats::{
 
 /// A matrix that codes of a format cannot be written for.
 #[derive(Debug, thiserror::Error)]
-#[error("`{module}` has rows of {cols} columns, and {format} takes whole groups of {group}: give another --format")]
+#[error(
+    "`{module}` has rows of {cols} columns, and {format} takes whole groups of {group}: give another --format"
+)]
 pub struct Ungrouped {
     module: String,
     cols: usize,
@@ -153,13 +155,18 @@ mod tests {
                 // A scale of the whole matrix, or scales in BF16, are read as blocks in F32 are.
                 let plain = |tensors: &[TensorSpec], module: &str| {
                     let scale = |(end, dtype): (String, Dtype)| match (&end[..], dtype) {
-                        (".weight_scale_inv", _) | (".weight_scale", Dtype::F32) => (".scale".into(), Dtype::F32),
+                        (".weight_scale_inv", _) | (".weight_scale", Dtype::F32) => {
+                            (".scale".into(), Dtype::F32)
+                        }
                         _ => (end, dtype),
                     };
                     types(tensors, module).into_iter().map(scale).collect::<BTreeMap<_, _>>()
                 };
                 let (theirs, of_ours) = (plain(&golden, &theirs), plain(&made, &ours));
-                assert!(!theirs.is_empty() && theirs == of_ours, "{ours} in {format}: {theirs:?}, {of_ours:?}");
+                assert!(
+                    !theirs.is_empty() && theirs == of_ours,
+                    "{ours} in {format}: {theirs:?}, {of_ours:?}"
+                );
             }
         }
     }
@@ -193,7 +200,10 @@ mod tests {
         fields.insert("moe_intermediate_size".into(), 40.into());
         let inventory = Inventory::new(&ConfigFile::new("c", &fields), &*devices::reference()).unwrap();
         let refused = inventory.clone().stored_as(Format::Nvfp4).unwrap_err().to_string();
-        assert!(refused.contains(".mlp.experts.0.down_proj` has rows of 40 columns, and nvfp4 takes"), "{refused}");
+        assert!(
+            refused.contains(".mlp.experts.0.down_proj` has rows of 40 columns, and nvfp4 takes"),
+            "{refused}"
+        );
         inventory.stored_as(Format::Fp8).unwrap();
     }
 }

@@ -15,6 +15,7 @@ mod qwen3_5;
 mod qwen3_5_moe;
 mod qwen3_moe;
 mod rope;
+mod stored_experts;
 mod synthetic;
 mod weights;
 

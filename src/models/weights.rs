@@ -8,10 +8,13 @@ use freetoken_backend::{
 };
 use half::{bf16, f16};
 
-use super::ModelError;
+use super::{
+    ModelError,
+    stored_experts::{StoredExperts, StoredLayer},
+};
 use crate::{
     formats::{
-        Dtype, FormatError,
+        Checkpoint, Dtype, FormatError,
         ftw::Records,
         quantised::{HostMatrix, QuantisedError, Scheme, check_record},
         read::{self, Transfer},
@@ -47,6 +50,11 @@ pub trait WeightSource {
     fn transfer(&self, transfers: Vec<Transfer<'_>>) -> Result<(), TensorError> {
         read::copy(transfers);
         Ok(())
+    }
+
+    /// The files that it is, for experts that are read while the model runs; `None` where it is none.
+    fn files(&self) -> Option<Checkpoint> {
+        None
     }
 
     /// Whether all values are zeros that stand for others, which nobody should judge.
@@ -113,7 +121,7 @@ pub enum TensorError {
 pub enum LoadedExperts {
     /// All of them on the device: one place for each MoE layer.
     Placed(Vec<Experts>),
-    /// All of them in host memory, behind a cache that the engine makes.
+    /// All of them in host memory, or a disk below it, behind a cache that the engine makes.
     Banked(ExpertBanks),
 }
 
@@ -144,6 +152,14 @@ pub trait RecordSink {
     ) -> Result<(), TensorError>;
 }
 
+/// What is known of experts that stay on the disk.
+struct Stored {
+    files: Checkpoint,
+    /// Of each MoE layer.
+    n_records: Vec<usize>,
+    layers: Vec<StoredLayer>,
+}
+
 /// Loads weights onto a device, and routed experts onto it or into host banks.
 pub struct Weights<'a> {
     backend: &'a dyn Backend,
@@ -153,6 +169,8 @@ pub struct Weights<'a> {
     experts: LoadedExperts,
     /// MoE layers so far.
     n_moe_layers: usize,
+    /// Experts that stay where they are, in banks with so many records each.
+    stored: Option<Stored>,
     /// Where banks go as soon as they are filled, instead of to `experts`.
     sink: Option<&'a mut dyn RecordSink>,
     /// Name of the first tensor of an expert, for errors.
@@ -175,6 +193,7 @@ impl<'a> Weights<'a> {
             used: BTreeSet::new(),
             experts,
             n_moe_layers: 0,
+            stored: None,
             sink: None,
             first_expert: String::new(),
             progress,
@@ -200,6 +219,13 @@ impl<'a> Weights<'a> {
         self
     }
 
+    /// Keeps the experts on the disk: banks in host memory have room for so many of each MoE layer. Asserts that the source is files.
+    pub fn with_part_in_banks(mut self, n_records: Vec<usize>) -> Self {
+        let files = self.source.files().expect("experts that stay on the disk are in files");
+        self.stored = Some(Stored { files, n_records, layers: Vec::new() });
+        self.with_banks()
+    }
+
     /// Hands the experts of each layer over in host memory, and keeps none.
     pub fn with_sink(mut self, sink: &'a mut dyn RecordSink) -> Self {
         self.sink = Some(sink);
@@ -207,7 +233,14 @@ impl<'a> Weights<'a> {
     }
 
     /// Where the experts of all MoE layers are.
-    pub fn into_experts(self) -> LoadedExperts {
+    pub fn into_experts(mut self) -> LoadedExperts {
+        if let (LoadedExperts::Banked(banks), Some(Stored { files, layers, .. })) =
+            (&mut self.experts, self.stored)
+            && let Some(record) = banks.record().cloned()
+        {
+            let n_experts = banks.n_experts();
+            banks.set_source(Arc::new(StoredExperts { files, record, n_experts, layers }));
+        }
         self.experts
     }
 
@@ -253,19 +286,19 @@ impl<'a> Weights<'a> {
 
     /// A matrix of any format. `name` is that of the weight; a quantised one also has, or instead of it, tensors beside.
     fn fetch_matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<HostMatrix, TensorError> {
-        let source = self.source;
-        let dtype = |name: &str| source.spec(name).map(|(dtype, _)| dtype);
-        let module = name.strip_suffix(".weight");
-        let Some((module, scheme)) = module.and_then(|module| Some((module, Scheme::find(module, dtype)?)))
-        else {
-            return self.fetch_plain(name, rows, cols, &[rows, cols]);
-        };
-        scheme.matrix(module, [rows, cols], source.is_blank(), |name, shapes| {
-            let found = source.spec(name).and_then(|(_, found)| shapes.iter().find(|shape| **shape == found));
-            let shape = found.unwrap_or(&shapes[0]);
-            let (dtype, bytes) = self.fetch(name, shape)?;
-            Ok((TensorSpec { name: name.into(), dtype, shape: shape.clone() }, bytes))
-        })
+        let is_blank = self.source.is_blank();
+        matrix_of(self.source, name, [rows, cols], is_blank, &mut |name, shape| self.fetch(name, shape))
+    }
+
+    /// The same of an expert. The values of one that stays on the disk are looked at as they are read.
+    fn fetch_expert_matrix(
+        &mut self,
+        name: &str,
+        rows: usize,
+        cols: usize,
+    ) -> Result<HostMatrix, TensorError> {
+        let is_blank = self.source.is_blank() || self.stored.is_some();
+        matrix_of(self.source, name, [rows, cols], is_blank, &mut |name, shape| self.fetch(name, shape))
     }
 
     /// Places one matrix, or several on top of each other: imported where they lie, or written one behind the other.
@@ -407,11 +440,11 @@ impl<'a> Weights<'a> {
             return Ok(moe_layer);
         }
         let mut first: Option<(Format, String)> = None;
-        let mut fetched = Vec::new();
+        let (mut fetched, mut names) = (Vec::new(), Vec::new());
         for e in 0..n_experts {
             let mut of = |what: &str, rows: usize, cols: usize| -> Result<HostMatrix, TensorError> {
                 let name = self.spelled(&name(e, what)).into_owned();
-                let matrix = self.fetch_matrix(&name, rows, cols)?;
+                let matrix = self.fetch_expert_matrix(&name, rows, cols)?;
                 let (wanted, first) = first.get_or_insert_with(|| (matrix.format, name.clone()));
                 same_format(*wanted, first, matrix.format, &name)?;
                 Ok(matrix)
@@ -421,8 +454,16 @@ impl<'a> Weights<'a> {
                 of("up_proj", intermediate, hidden)?,
                 of("down_proj", hidden, intermediate)?,
             ]);
+            names.push(
+                ["gate_proj", "up_proj", "down_proj"].map(|what| self.spelled(&name(e, what)).into_owned()),
+            );
         }
-        let (_, first) = first.expect("a layer has experts");
+        let (format, first) = first.expect("a layer has experts");
+        if self.stored.is_some() {
+            let record = record(format, hidden, intermediate);
+            self.store(&record, n_experts, first, StoredLayer::Apart(names))?;
+            return Ok(moe_layer);
+        }
         self.place_experts(&fetched, first)?;
         Ok(moe_layer)
     }
@@ -452,6 +493,11 @@ impl<'a> Weights<'a> {
         };
         let (gate_up, down) = (fetch(0)?, fetch(1)?);
         same_format(gate_up.format, &names[0], down.format, &names[1])?;
+        if self.stored.is_some() {
+            let (record, first) = (record(gate_up.format, hidden, intermediate), names[0].clone());
+            self.store(&record, n_experts, first, StoredLayer::Stacked(names))?;
+            return Ok(moe_layer);
+        }
         let expert = |e: usize| {
             let gate = 2 * e * intermediate..(2 * e + 1) * intermediate;
             let up = gate.end..gate.end + intermediate;
@@ -539,6 +585,9 @@ impl<'a> Weights<'a> {
         if found != expected {
             return Err(TensorError::Records { module: module.into(), found, expected }.into());
         }
+        if self.stored.is_some() {
+            return self.store(layout, n_experts, module.into(), StoredLayer::Records);
+        }
         let is_blank = self.source.is_blank();
         let check = |first: usize, bytes: &[u8]| -> Result<(), TensorError> {
             for (e, bytes) in bytes.chunks_exact(layout.bytes).enumerate().filter(|_| !is_blank) {
@@ -604,6 +653,28 @@ impl<'a> Weights<'a> {
         Ok(())
     }
 
+    /// Notes where the experts of the next MoE layer stay, and makes a bank for some of them.
+    fn store(
+        &mut self,
+        record: &ExpertRecord,
+        n_experts: usize,
+        first: String,
+        layer: StoredLayer,
+    ) -> Result<(), ModelError> {
+        let (LoadedExperts::Banked(banks), Some(stored)) = (&mut self.experts, &mut self.stored) else {
+            unreachable!("asked for by the callers")
+        };
+        if let Some(known) = banks.record() {
+            same_format(known.format, &self.first_expert, record.format, &first)?;
+        }
+        let n_records = stored.n_records[stored.layers.len()];
+        let bank = self.backend.alloc_host(n_records * record.bytes)?;
+        banks.push_part(record.clone(), n_experts, n_records, bank);
+        stored.layers.push(layer);
+        self.first_expert = first;
+        Ok(())
+    }
+
     /// All experts of a layer in slots of their own, written once; `fill` gives the records of some experts, `n_together` of them.
     fn resident(
         &mut self,
@@ -660,15 +731,39 @@ fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError> {
     }
 }
 
+/// A matrix of any format, by the name of its weight; `fetch` gives the tensors that it is made of.
+pub(super) fn matrix_of(
+    source: &dyn WeightSource,
+    name: &str,
+    [rows, cols]: [usize; 2],
+    is_blank: bool,
+    fetch: &mut dyn FnMut(&str, &[usize]) -> Result<(Dtype, HostBytes), TensorError>,
+) -> Result<HostMatrix, TensorError> {
+    let dtype = |name: &str| source.spec(name).map(|(dtype, _)| dtype);
+    let module = name.strip_suffix(".weight");
+    let Some((module, scheme)) = module.and_then(|module| Some((module, Scheme::find(module, dtype)?)))
+    else {
+        let (dtype, codes) = fetch(name, &[rows, cols])?;
+        let format = format_of(name, dtype)?;
+        return Ok(HostMatrix { format, rows, cols, codes, scales: None, globals: None });
+    };
+    scheme.matrix(module, [rows, cols], is_blank, |name, shapes| {
+        let found = source.spec(name).and_then(|(_, found)| shapes.iter().find(|shape| **shape == found));
+        let shape = found.unwrap_or(&shapes[0]);
+        let (dtype, bytes) = fetch(name, shape)?;
+        Ok((TensorSpec { name: name.into(), dtype, shape: shape.clone() }, bytes))
+    })
+}
+
 /// Some rows of a matrix that is codes only.
-fn plain_rows(matrix: &HostMatrix, rows: Range<usize>) -> HostMatrix {
+pub(super) fn plain_rows(matrix: &HostMatrix, rows: Range<usize>) -> HostMatrix {
     let row_bytes = matrix.format.row_bytes(matrix.cols);
     let codes = matrix.codes.slice(rows.start * row_bytes..rows.end * row_bytes);
     HostMatrix { rows: rows.len(), codes, ..matrix.clone() }
 }
 
 /// What makes one record of the gate, up and down matrices of an expert.
-fn assemble<'r>(
+pub(super) fn assemble<'r>(
     record: &ExpertRecord,
     [gate, up, down]: &[HostMatrix; 3],
     mut into: &'r mut [u8],

@@ -1,4 +1,5 @@
-//! How device memory is divided at load: what the model needs in any case, then slots for experts. Pure.
+//! How device memory is divided at load: what the model needs in any case, then slots for experts; and how many experts host memory
+//! holds. Pure.
 
 use std::{fmt, str::FromStr};
 
@@ -9,8 +10,13 @@ const MARGIN_BYTES: u64 = 256 << 20;
 /// Records that are on their way in a prefill, at most, and as a part of all slots.
 const RING_SLOTS: usize = 64;
 const RING_SHARE: usize = 4;
+/// The ring as a part of all records of a device that has one memory with the host.
+const HOST_RING_SHARE: usize = 8;
 /// Fewer would leave nothing to stream while something is computed.
 const LEAST_RING: usize = 2;
+/// Part of the free host memory that experts leave alone, and the least of it.
+const HOST_MARGIN_SHARE: u64 = 8;
+const HOST_MARGIN_BYTES: u64 = 1 << 30;
 
 /// `--expert-cache`: how much of the device holds experts.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -93,6 +99,8 @@ pub struct Demand {
     pub record_bytes: u64,
     /// Experts of all layers.
     pub n_experts: usize,
+    /// Layers that have some.
+    pub n_layers: usize,
 }
 
 /// What there is, and what was asked for.
@@ -106,6 +114,10 @@ pub struct Supply {
     pub cache: Option<CacheSize>,
     /// Free bytes of host memory, where the system tells.
     pub host: Option<u64>,
+    /// `--ram`: bytes of it for experts.
+    pub ram: Option<u64>,
+    /// Whether experts can be read from a disk while the model runs.
+    pub disk: bool,
 }
 
 /// Where experts go.
@@ -125,6 +137,8 @@ pub enum ExpertPlan {
         spare: Option<u64>,
         /// Bytes of which all of this is a part, where they are known.
         budget: Option<u64>,
+        /// Experts that host banks have room for, of all layers together; `None`: all of them.
+        n_records: Option<usize>,
     },
 }
 
@@ -170,6 +184,27 @@ pub enum BudgetError {
         /// Free.
         free: ByteCount,
     },
+    /// `--ram` is more than there is.
+    #[error(
+        "--ram {asked} is more than the {free} of host memory that are free: the largest that fits is {free}"
+    )]
+    MoreRamThanFree {
+        /// Asked for.
+        asked: ByteCount,
+        /// Free.
+        free: ByteCount,
+    },
+    /// Host memory holds not even an expert of each layer.
+    #[error(
+        "{budget} of host memory hold fewer than one expert of each layer, and what is to be computed must be there: the least is \
+         --ram {least}"
+    )]
+    TooLittleRam {
+        /// To be had.
+        budget: ByteCount,
+        /// An expert of each layer.
+        least: ByteCount,
+    },
     /// The cache that was asked for does not fit beside the rest.
     #[error("an expert cache of {asked} slots does not fit: the largest is --expert-cache {fits}slots")]
     CacheTooLarge {
@@ -183,6 +218,55 @@ pub enum BudgetError {
 /// Slots that prefill streams through, beside so many that hold experts.
 pub fn ring(n_slots: usize) -> usize {
     RING_SLOTS.min(n_slots / RING_SHARE).max(LEAST_RING)
+}
+
+/// How many experts host memory holds; `None`: all of them.
+///
+/// # Errors
+/// [`BudgetError`]: one sentence with what would fit.
+pub fn host_records(demand: &Demand, supply: &Supply) -> Result<Option<usize>, BudgetError> {
+    let needed = demand.n_experts as u64 * demand.record_bytes;
+    if let (Some(asked), Some(free)) = (supply.ram, supply.host)
+        && asked.min(needed) > free
+    {
+        return Err(BudgetError::MoreRamThanFree { asked: ByteCount(asked), free: ByteCount(free) });
+    }
+    let budget = match (supply.ram, supply.host) {
+        (Some(ram), _) => ram,
+        (None, Some(free)) if free < needed => {
+            free.saturating_sub((free / HOST_MARGIN_SHARE).max(HOST_MARGIN_BYTES))
+        }
+        (None, _) => return Ok(None),
+    };
+    if budget >= needed {
+        return Ok(None);
+    }
+    if !supply.disk {
+        return Err(BudgetError::TooLittleHost { needed: ByteCount(needed), free: ByteCount(budget) });
+    }
+    let least = demand.n_layers as u64 * demand.record_bytes;
+    if budget < least {
+        return Err(BudgetError::TooLittleRam { budget: ByteCount(budget), least: ByteCount(least) });
+    }
+    Ok(Some((budget / demand.record_bytes) as usize))
+}
+
+/// The plan of a device that has one memory with the host: no slots that experts stay in, and a ring out of the same budget. `None`
+/// where that memory holds every expert.
+///
+/// # Errors
+/// [`BudgetError`]: one sentence with what would fit.
+pub fn plan_one_memory(demand: &Demand, supply: &Supply) -> Result<Option<ExpertPlan>, BudgetError> {
+    let Some(n_all) = host_records(demand, supply)? else { return Ok(None) };
+    let n_ring = (n_all / HOST_RING_SHARE).clamp(LEAST_RING, RING_SLOTS);
+    let n_records = n_all.saturating_sub(n_ring);
+    if n_records < demand.n_layers {
+        let bytes = |n: usize| ByteCount(n as u64 * demand.record_bytes);
+        let least = bytes(demand.n_layers + LEAST_RING);
+        return Err(BudgetError::TooLittleRam { budget: bytes(n_all), least });
+    }
+    let (spare, budget) = (None, None);
+    Ok(Some(ExpertPlan::Cached { n_slots: 0, n_ring, spare, budget, n_records: Some(n_records) }))
 }
 
 /// Divides the memory.
@@ -221,7 +305,7 @@ pub fn plan(demand: &Demand, supply: &Supply) -> Result<ExpertPlan, BudgetError>
     {
         return Ok(ExpertPlan::Resident);
     }
-    check_host(demand, supply)?;
+    let n_records = host_records(demand, supply)?;
     let asked = supply.cache.map(|cache| match cache {
         CacheSize::Bytes(bytes) => slots_in(bytes).min(n_all),
         CacheSize::Percent(percent) => ((n_all as f64 * percent / 100.0).round() as usize).min(n_all),
@@ -229,7 +313,7 @@ pub fn plan(demand: &Demand, supply: &Supply) -> Result<ExpertPlan, BudgetError>
     });
     let Some(left) = left(demand.streamed_step_bytes)? else {
         let n_slots = asked.unwrap_or(n_all);
-        return Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots), spare: None, budget });
+        return Ok(ExpertPlan::Cached { n_slots, n_ring: ring(n_slots), spare: None, budget, n_records });
     };
     let fits = slots_in(left);
     if fits < LEAST_RING {
@@ -243,22 +327,8 @@ pub fn plan(demand: &Demand, supply: &Supply) -> Result<ExpertPlan, BudgetError>
             let n_slots = asked.unwrap_or(fits.min(n_all));
             let n_ring = ring(n_slots);
             let spare = left.checked_sub((n_slots + n_ring) as u64 * demand.record_bytes);
-            Ok(ExpertPlan::Cached { n_slots, n_ring, spare, budget })
+            Ok(ExpertPlan::Cached { n_slots, n_ring, spare, budget, n_records })
         }
-    }
-}
-
-/// Whether host memory holds all experts.
-///
-/// # Errors
-/// [`BudgetError::TooLittleHost`].
-pub fn check_host(demand: &Demand, supply: &Supply) -> Result<(), BudgetError> {
-    let needed = demand.n_experts as u64 * demand.record_bytes;
-    match supply.host {
-        Some(free) if free < needed => {
-            Err(BudgetError::TooLittleHost { needed: ByteCount(needed), free: ByteCount(free) })
-        }
-        _ => Ok(()),
     }
 }
 
@@ -273,15 +343,16 @@ mod tests {
         streamed_step_bytes: GIB,
         record_bytes: 8 << 20,
         n_experts: 3072,
+        n_layers: 48,
     };
 
     fn planned(free: Option<u64>, vram: Option<u64>, cache: Option<&str>) -> Result<ExpertPlan, BudgetError> {
         let cache = cache.map(|text| text.parse().unwrap());
-        let plan = plan(&DEMAND, &Supply { free, vram, cache, host: Some(64 * GIB) })?;
+        let plan = plan(&DEMAND, &Supply { free, vram, cache, host: Some(64 * GIB), ram: None, disk: true })?;
         Ok(match plan {
-            ExpertPlan::Cached { n_slots, n_ring, spare, budget } => {
+            ExpertPlan::Cached { n_slots, n_ring, spare, budget, n_records } => {
                 assert_eq!(budget, vram.or(free));
-                ExpertPlan::Cached { n_slots, n_ring, spare, budget: None }
+                ExpertPlan::Cached { n_slots, n_ring, spare, budget: None, n_records }
             }
             plan => plan,
         })
@@ -289,7 +360,7 @@ mod tests {
 
     fn cached(n_slots: usize, n_ring: usize, spare_mib: Option<u64>) -> Result<ExpertPlan, BudgetError> {
         let spare = spare_mib.map(|mib| mib << 20);
-        Ok(ExpertPlan::Cached { n_slots, n_ring, spare, budget: None })
+        Ok(ExpertPlan::Cached { n_slots, n_ring, spare, budget: None, n_records: None })
     }
 
     #[test]
@@ -318,13 +389,20 @@ mod tests {
     fn what_cannot_fit_is_refused_with_what_would() {
         let text = planned(Some(8 * GIB), Some(9 * GIB), None).unwrap_err().to_string();
         assert!(text.contains("--vram 9.0 GiB") && text.contains("8.0 GiB"), "{text}");
-        let little = Supply { free: Some(8 * GIB), vram: None, cache: None, host: Some(23 * GIB) };
+        let little = Supply {
+            free: Some(8 * GIB),
+            vram: None,
+            cache: None,
+            host: Some(23 * GIB),
+            ram: None,
+            disk: false,
+        };
         let text = plan(&DEMAND, &little).unwrap_err().to_string();
-        assert!(text.contains("24.0 GiB") && text.contains("23.0 GiB"), "{text}");
+        assert!(text.contains("24.0 GiB") && text.contains("20.1 GiB"), "{text}");
         let barely = planned(Some(3 * GIB + GIB / 4 + (12 << 20)), None, None);
         assert!(matches!(barely, Err(BudgetError::TooSmall { .. })), "one record and no ring: {barely:?}");
         let dense = Demand { n_experts: 0, ..DEMAND };
-        let supply = Supply { free: Some(8 * GIB), vram: None, cache: None, host: None };
+        let supply = Supply { host: None, ..little };
         assert_eq!(plan(&dense, &supply), Ok(ExpertPlan::Resident));
         let cache = Some(CacheSize::Slots(4));
         assert_eq!(plan(&dense, &Supply { cache, ..supply }), Err(BudgetError::NoExperts));
@@ -332,6 +410,43 @@ mod tests {
         assert!(matches!(plan(&dense, &little), Err(BudgetError::TooSmall { .. })));
         let text = planned(Some(2 * GIB), None, None).unwrap_err().to_string();
         assert!(text.contains("2.0 GiB") && text.contains("--context"), "{text}");
+    }
+
+    #[test]
+    fn host_memory_holds_what_it_can() {
+        let records = |host: u64, ram: Option<u64>| {
+            let (host, ram) = (Some(host * GIB), ram.map(|gib| gib * GIB));
+            host_records(&DEMAND, &Supply { free: None, vram: None, cache: None, host, ram, disk: true })
+        };
+        assert_eq!(records(24, None), Ok(None), "as large as all of them");
+        assert_eq!(records(23, None), Ok(Some(23 * 128 * 7 / 8)), "an eighth is left alone");
+        assert_eq!(records(4, None), Ok(Some(3 * 128)), "and a GiB at least");
+        assert_eq!(records(64, Some(6)), Ok(Some(6 * 128)));
+        assert_eq!(records(64, Some(30)), Ok(None));
+        assert_eq!(records(25, Some(30)), Ok(None), "more than they take");
+        let text = records(4, Some(6)).unwrap_err().to_string();
+        assert!(text.contains("--ram 6.0 GiB") && text.contains("fits is 4.0 GiB"), "{text}");
+        let text = records(64, Some(0)).unwrap_err().to_string();
+        assert!(text.contains("least is --ram 384.0 MiB"), "{text}");
+    }
+
+    #[test]
+    fn one_memory_has_its_ring_out_of_the_same_budget() {
+        let planned = |ram: u64| {
+            let supply =
+                Supply { free: None, vram: None, cache: None, host: None, ram: Some(ram << 20), disk: true };
+            plan_one_memory(&DEMAND, &supply)
+        };
+        let cached = |n_ring, n_records| {
+            let (spare, budget) = (None, None);
+            Ok(Some(ExpertPlan::Cached { n_slots: 0, n_ring, spare, budget, n_records: Some(n_records) }))
+        };
+        assert_eq!(planned(24 << 10), Ok(None));
+        assert_eq!(planned(8 << 10), cached(64, 960));
+        assert_eq!(planned(8 * 160), cached(20, 140));
+        assert_eq!(planned(8 * 55), cached(6, 49));
+        let text = planned(8 * 49).unwrap_err().to_string();
+        assert!(text.contains("392.0 MiB") && text.contains("least is --ram 400.0 MiB"), "{text}");
     }
 
     #[test]

@@ -166,6 +166,22 @@ impl ExpertCache {
         Some(slot)
     }
 
+    /// Ends the hold of one slot before its route point ends. Asserts that it is held.
+    pub fn let_go(&mut self, slot: u32) {
+        let place = self.held.iter().position(|held| *held == slot).expect("a slot that is held");
+        self.held.swap_remove(place);
+        self.enter_heap(slot);
+    }
+
+    /// Takes the slot of an expert away, as when its record could not be brought. Asserts that it has one, and that it is held.
+    pub fn expel(&mut self, layer: u32, expert: u32, changes: &mut Vec<TableChange>) {
+        let slot = self.slot_of(layer, expert).expect("an expert with a slot");
+        let place = self.held.iter().position(|held| *held == slot).expect("a slot that is held");
+        self.held.swap_remove(place);
+        self.disown(slot, changes);
+        self.free.push(slot);
+    }
+
     /// Ends a route point: nothing is held any more.
     pub fn release(&mut self) {
         self.now += self.tick;

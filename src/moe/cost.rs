@@ -71,6 +71,19 @@ pub struct Misses<'a> {
     pub n_worthy: usize,
     /// Seconds of the hits on the device (T_hits).
     pub hits_seconds: f64,
+    /// Misses beside these, which come from a disk.
+    pub disk: FromDisk<'a>,
+}
+
+/// Misses that lie on a disk, all of whose reads begin with the route point.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FromDisk<'a> {
+    /// Rows of each that the host computes as it comes.
+    pub host_rows: &'a [u32],
+    /// Seconds to the last of them.
+    pub host_seconds: f64,
+    /// Seconds before the link can begin, where it brings some of them.
+    pub link_seconds: f64,
 }
 
 /// The misses split in two, and what that takes.
@@ -141,7 +154,9 @@ impl Rates {
 
     /// What it takes when the first `n_link` misses go over the link. Asserts that there are so many.
     pub fn split(&self, misses: &Misses<'_>, n_link: usize) -> Split {
-        self.split_of(misses, n_link, self.host_work(misses.expert, &misses.rows[n_link..]))
+        let mut work = self.host_work(misses.expert, &misses.rows[n_link..]);
+        work.add(self.host_work(misses.expert, misses.disk.host_rows));
+        self.split_of(misses, n_link, work)
     }
 
     /// The split that is allowed (a range of `n_link`, not empty) whose seconds, less what its fetches buy, are fewest; or one
@@ -178,8 +193,8 @@ impl Rates {
         let n_misses = n_misses.clamp(0.0, (EXPECTED_ROWS.len() - 1) as f64);
         let fewer = n_misses.floor() as usize;
         let co_executed_at = |m: usize| {
-            self.q_star(&Misses { expert, rows: &EXPECTED_ROWS[..m], n_worthy: 0, hits_seconds }, 0..=m)
-                .seconds
+            let (rows, disk) = (&EXPECTED_ROWS[..m], FromDisk::default());
+            self.q_star(&Misses { expert, rows, n_worthy: 0, hits_seconds, disk }, 0..=m).seconds
         };
         let share = n_misses.fract();
         let co_executed = (1.0 - share) * co_executed_at(fewer) + share * co_executed_at(fewer + 1);
@@ -194,6 +209,7 @@ impl Rates {
         allowed: RangeInclusive<usize>,
     ) -> impl Iterator<Item = Split> + 'a {
         let mut work = self.host_work(misses.expert, &misses.rows[*allowed.end()..]);
+        work.add(self.host_work(misses.expert, misses.disk.host_rows));
         let most = *allowed.end();
         allowed.rev().map(move |n_link| {
             if n_link < most {
@@ -221,15 +237,20 @@ impl Rates {
         let link_bytes = n_link as f64 * record;
         let both = (link_bytes / self.link_shared).min(work.shared);
         let link_seconds = both + (link_bytes - both * self.link_shared).max(0.0) / self.link_alone;
-        let on_host = n_link < misses.rows.len();
+        let disk = &misses.disk;
+        let on_host = n_link < misses.rows.len() || !disk.host_rows.is_empty();
         let host_seconds = if on_host { both + (1.0 - both / work.shared) * work.alone } else { 0.0 };
         let arrival = if n_link > 0 { record / self.device_read } else { 0.0 };
+        let replied = self.reply_seconds + disk.link_seconds;
         let device = if self.copy_lane {
-            misses.hits_seconds.max(self.reply_seconds + link_seconds) + arrival
+            misses.hits_seconds.max(replied + link_seconds) + arrival
         } else {
-            misses.hits_seconds.max(self.reply_seconds) + link_seconds + arrival
+            misses.hits_seconds.max(replied) + link_seconds + arrival
         };
-        let host = if on_host { self.reply_seconds + self.wake_seconds + host_seconds } else { 0.0 };
+        // What comes last is computed alone; until then there is time for the rest.
+        let last = disk.host_rows.last().map_or(0.0, |rows| self.host_work(misses.expert, &[*rows]).alone);
+        let computed = host_seconds.max(disk.host_seconds + last);
+        let host = if on_host { self.reply_seconds + self.wake_seconds + computed } else { 0.0 };
         Split { n_link, link_seconds, host_seconds, seconds: device.max(host) + self.combine_seconds }
     }
 }
@@ -333,6 +354,7 @@ pub(super) mod tests {
 
     fn misses(rows: &[u32]) -> Misses<'_> {
         Misses {
+            disk: FromDisk::default(),
             expert: ExpertCost { record_bytes: 12, flops_per_row: 1.0 },
             rows,
             n_worthy: 0,
@@ -341,7 +363,8 @@ pub(super) mod tests {
     }
 
     fn q30_misses(m: usize) -> Misses<'static> {
-        Misses { expert: Q30, rows: &EXPECTED_ROWS[..m], n_worthy: 0, hits_seconds: 8e-6 }
+        let disk = FromDisk::default();
+        Misses { expert: Q30, rows: &EXPECTED_ROWS[..m], n_worthy: 0, hits_seconds: 8e-6, disk }
     }
 
     fn close(a: f64, b: f64) -> bool {
@@ -386,7 +409,9 @@ pub(super) mod tests {
     fn the_measured_machine_splits_as_its_rates() {
         let n_link = |m: usize| BOX.q_star(&q30_misses(m), 0..=m).n_link;
         assert_eq!([1, 2, 3, 4, 6, 8].map(n_link), [0, 1, 1, 1, 2, 3]);
-        let split = BOX.q_star(&Misses { expert: Q30, rows: &[1; 8], n_worthy: 0, hits_seconds: 0.0 }, 0..=8);
+        let disk = FromDisk::default();
+        let eight = Misses { expert: Q30, rows: &[1; 8], n_worthy: 0, hits_seconds: 0.0, disk };
+        let split = BOX.q_star(&eight, 0..=8);
         let both = 8.0 * 9_437_184.0 / (49.1e9 + 77.6e9);
         assert!((both..1.1 * both).contains(&split.seconds), "{} against {both}", split.seconds);
     }
@@ -490,7 +515,8 @@ pub(super) mod tests {
         fn q_star_is_never_slower_than_either_side_alone(
             rates in machine(), rows in ordered_rows(), hits_seconds in 0.0..1e-4f64,
         ) {
-            let (misses, m) = (Misses { expert: Q30, rows: &rows, n_worthy: 0, hits_seconds }, rows.len());
+            let disk = FromDisk::default();
+            let (misses, m) = (Misses { expert: Q30, rows: &rows, n_worthy: 0, hits_seconds, disk }, rows.len());
             let best = rates.q_star(&misses, 0..=m);
             prop_assert!(close(best.seconds, rates.split(&misses, best.n_link).seconds));
             for n_link in 0..=m {
@@ -506,7 +532,8 @@ pub(super) mod tests {
         fn more_link_never_fetches_less(
             rates in machine(), rows in ordered_rows(), hits_seconds in 0.0..1e-4f64, more in 1.0..4.0f64,
         ) {
-            let (misses, m) = (Misses { expert: Q30, rows: &rows, n_worthy: 0, hits_seconds }, rows.len());
+            let disk = FromDisk::default();
+            let (misses, m) = (Misses { expert: Q30, rows: &rows, n_worthy: 0, hits_seconds, disk }, rows.len());
             let faster =
                 Rates { link_alone: rates.link_alone * more, link_shared: rates.link_shared * more, ..rates };
             let fastest = |rates: Rates| {

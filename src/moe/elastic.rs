@@ -2,16 +2,16 @@
 //!
 //! Device and host are two backends; which ones, this does not know.
 
-use std::{path::PathBuf, sync::Arc, time::Instant};
+use std::{collections::VecDeque, path::PathBuf, sync::Arc, time::Instant};
 
 use freetoken_backend::{
-    Backend, Error, Event, ExpertPool, Experts, Lane, Result, RouteAsk, RouteReply, RouteServer,
+    Backend, Banked, Error, Event, ExpertPool, Experts, Lane, Result, RouteAsk, RouteReply, RouteServer,
 };
 
 use super::{
-    Choices, Counters, ExpertBanks, ExpertCost, ExpertStream, HostExperts, LayerStep, Mode, Observed,
-    PlanError, Planned, Planner, PlannerOptions, Policy, Rates, StepKind, Streamed, budget,
-    plan::FETCHED_BEHIND, probe,
+    Choices, Counters, DiskSums, DiskTier, ExpertBanks, ExpertCost, ExpertStream, HostExperts, LayerStep,
+    Mode, Observed, PlanError, Planned, Planner, PlannerOptions, Policy, RamCache, Rates, StepKind, Streamed,
+    budget, plan::FETCHED_BEHIND, probe,
 };
 
 /// Largest chunk of a pool: what is freed and given to another pool at a time.
@@ -21,6 +21,8 @@ const FEW_BUFFERS: u32 = 64;
 
 /// Records that are sent before one is waited for.
 const SENT_AT_ONCE: usize = 64;
+/// Bytes that are read from a disk at the start, to learn how fast it is.
+const FIRST_READ_BYTES: usize = 512 << 20;
 
 /// How experts that have no place on the device are treated.
 #[derive(Clone)]
@@ -70,6 +72,8 @@ pub struct ElasticCounters {
     pub link_seconds: f64,
     /// Bytes of `link_seconds`.
     pub link_bytes: u64,
+    /// What came from a disk.
+    pub disk: DiskSums,
 }
 
 /// A record on its way into a slot that the device's table does not name yet.
@@ -93,6 +97,11 @@ pub struct Elastic {
     top_k: usize,
     planner: Planner,
     host: Option<HostExperts>,
+    /// Where the banks do not hold every expert.
+    disk: Option<DiskTier>,
+    /// Experts that the host is given next, and that come from the disk for it.
+    given: Vec<Banked>,
+    coming: VecDeque<Banked>,
     stream: ExpertStream,
     behind: Behind,
     reply: RouteReply,
@@ -105,13 +114,14 @@ pub struct Elastic {
 
 impl Elastic {
     /// Makes the pool: `n_slots` and a ring of `n_ring`, for steps of at most `max_rows` rows of which `routed_rows` are the
-    /// sizes with route points; fills it with the first experts of each layer, and measures the rates unless they are known.
+    /// sizes with route points; fills it with the first experts of each layer, and measures the rates unless they are known. What
+    /// the banks do not hold comes from a disk.
     ///
     /// # Errors
-    /// A mode that cannot be honoured, or the device's refusal.
+    /// A mode that cannot be honoured, the device's refusal, or a disk that cannot be read.
     pub fn new(
         backend: Arc<dyn Backend>,
-        banks: ExpertBanks,
+        mut banks: ExpertBanks,
         top_k: usize,
         [n_slots, n_ring]: [usize; 2],
         max_rows: usize,
@@ -127,6 +137,14 @@ impl Elastic {
         let n_routes = max_rows * top_k;
         let pool = Arc::new(make_pool(&*backend, &banks, n_slots + n_ring, None)?);
         let stream = ExpertStream::new(backend.clone(), &banks, &pool, n_slots, n_ring, n_routes)?;
+        let mut disk = banks.reader()?.map(|(reader, n_records)| {
+            let ram = RamCache::new(n_experts, &n_records, options.policy);
+            (DiskTier::new(reader, ram.n_all()), ram)
+        });
+        let there = match &mut disk {
+            Some((disk, ram)) => first_reads(disk, ram, [n_layers, n_experts], record.bytes)?,
+            None => all_experts([n_layers, n_experts]).map(|(layer, e)| (layer, Banked::own(e))).collect(),
+        };
         let rates = match options.rates {
             Some(rates) => rates,
             None => probe::rates(
@@ -134,11 +152,12 @@ impl Elastic {
                 &pool,
                 [n_slots, n_ring],
                 &banks,
+                &there,
                 host.as_mut(),
                 options.probes.as_deref(),
             )?,
         };
-        let planner = Planner::new(PlannerOptions {
+        let mut planner = Planner::new(PlannerOptions {
             n_layers,
             n_experts,
             n_slots,
@@ -156,6 +175,11 @@ impl Elastic {
             },
             deterministic: options.deterministic,
         })?;
+        let disk = disk.map(|(disk, ram)| {
+            planner.set_disk_rate(disk.rate().unwrap_or(f64::MAX));
+            planner.set_ram(ram);
+            disk
+        });
         let mut elastic = Elastic {
             backend,
             banks,
@@ -165,6 +189,9 @@ impl Elastic {
             top_k,
             planner,
             host,
+            disk,
+            given: Vec::with_capacity(n_experts),
+            coming: VecDeque::with_capacity(n_experts),
             stream,
             behind: Behind::default(),
             reply: RouteReply::with_capacity(n_experts),
@@ -172,8 +199,8 @@ impl Elastic {
             answered: None,
             counters: ElasticCounters::default(),
         };
-        elastic.fill()?;
-        elastic.check_copies()?;
+        elastic.fill(&there)?;
+        elastic.check_copies(&there)?;
         Ok(elastic)
     }
 
@@ -205,7 +232,9 @@ impl Elastic {
     /// Whether every miss of so many rows has somewhere to go, however they are routed.
     pub fn serves(&self, n_rows: usize) -> bool {
         let needed = (n_rows * self.top_k).min(self.pool.n_experts);
-        self.reads_in_place() || self.has_host() || needed <= self.n_slots()
+        let in_ram = |layer| self.planner.ram().is_none_or(|ram| needed <= ram.n_records(layer));
+        let on_device = self.reads_in_place() || needed <= self.n_slots();
+        self.has_host() || on_device && (0..self.pool.n_layers as u32).all(in_ram)
     }
 
     /// Whether a step may read its misses in place, with nobody asked.
@@ -238,6 +267,16 @@ impl Elastic {
         self.banks.bytes()
     }
 
+    /// Experts that the banks have room for, where that is not all of them.
+    pub fn n_records(&self) -> Option<usize> {
+        self.planner.ram().map(RamCache::n_all)
+    }
+
+    /// Bytes a second that came from the disk of late; `None` without one.
+    pub fn disk_rate(&self) -> Option<f64> {
+        self.disk.as_ref()?.rate()
+    }
+
     /// Rates as they were measured, and how the running model differs.
     pub fn rates(&self) -> (&Rates, &Observed) {
         (&self.planner.options().rates, self.planner.observed())
@@ -254,7 +293,8 @@ impl Elastic {
     /// Sums since the start.
     pub fn counters(&self) -> ElasticCounters {
         let (decode, prompts) = (self.planner.counters(), *self.planner.prompt_counters());
-        ElasticCounters { decode, prompts, ..self.counters }
+        let disk = self.disk.as_ref().map(DiskTier::sums).unwrap_or_default();
+        ElasticCounters { decode, prompts, disk, ..self.counters }
     }
 
     /// Of decode steps since the start, by layer.
@@ -274,6 +314,8 @@ impl Elastic {
     pub fn begin(&mut self, decodes: bool) -> Result<()> {
         self.planner.begin(decodes);
         self.answered = None;
+        // Records that the device still reads are not overwritten.
+        self.stream.rest()?;
         self.land()
     }
 
@@ -306,8 +348,8 @@ impl Elastic {
         }
         let left = self.backend.event(Lane::Compute)?;
         self.backend.after(Lane::Copy, left)?;
-        for &(expert, slot) in &self.reply.fetch {
-            self.behind.landed = Some(self.upload(layer, expert, slot)?);
+        for fetch in &self.reply.fetch {
+            self.behind.landed = Some(self.upload(layer, fetch.from.record, fetch.slot)?);
         }
         self.behind.layers.push(layer);
         Ok(())
@@ -325,6 +367,14 @@ impl Elastic {
     /// Leaves a prefill between two of its layers.
     pub fn abandon(&mut self) {
         self.stream.reset();
+        self.settle(None);
+    }
+
+    /// Waits for what is on its way from the disk, of one layer or of all.
+    fn settle(&mut self, layer: Option<u32>) {
+        if let Some(disk) = &mut self.disk {
+            disk.settle(layer, self.planner.from_disk().1);
+        }
     }
 
     /// Computes the experts of one layer of a prefill.
@@ -334,7 +384,8 @@ impl Elastic {
     pub fn stream(&mut self, step: LayerStep<'_>) -> Result<()> {
         self.land()?;
         let layer = step.layer;
-        let streamed = self.stream.layer(step, self.planner.cache_mut())?;
+        let (cache, ram) = self.planner.caches_mut();
+        let streamed = self.stream.layer(step, cache, self.disk.as_mut().zip(ram))?;
         self.counters.prefill = self.counters.prefill.plus(&streamed);
         if streamed.n_kept > 0 { self.write_row(layer) } else { Ok(()) }
     }
@@ -349,6 +400,7 @@ impl Elastic {
         self.backend.after(Lane::Compute, sent)?;
         self.behind = Behind::default();
         self.stream.reset();
+        self.settle(None);
         self.planner.cache_mut().clear();
         self.write_table()
     }
@@ -384,32 +436,66 @@ impl Elastic {
         let records = came_again.into_iter();
         let records =
             records.map(|(entry, slot)| ((entry / n_experts) as u32, (entry % n_experts) as u32, slot));
-        match self.send(records).and_then(|()| self.write_table()) {
+        match self.bring(records.collect()).and_then(|()| self.write_table()) {
             Ok(()) => Ok(()),
             Err(error) => self.forget().and(Err(error)),
         }
     }
 
-    /// Gives every layer as many of its first experts as there is room for, so that the first step does not start from nothing.
-    fn fill(&mut self) -> Result<()> {
+    /// Gives every layer as many of its first experts as there is room for, of those that are `there` in host memory, so that the
+    /// first step does not start from nothing.
+    fn fill(&mut self, there: &[(u32, Banked)]) -> Result<()> {
         let mut changes = Vec::new();
-        let (n_layers, n_experts) = (self.pool.n_layers as u32, self.pool.n_experts as u32);
-        let first_of_each = (0..n_experts).flat_map(|expert| (0..n_layers).map(move |layer| (layer, expert)));
+        let mut first_of_each = there.to_vec();
+        first_of_each.sort_by_key(|(layer, from)| (from.expert, *layer));
         let mut came = Vec::new();
-        for (layer, expert) in first_of_each.take(self.planner.cache().n_free()) {
-            let slot = self.planner.cache_mut().admit(layer, expert, &mut changes).expect("a slot is free");
-            came.push((layer, expert, slot));
+        for (layer, from) in first_of_each.into_iter().take(self.planner.cache().n_free()) {
+            let admitted = self.planner.cache_mut().admit(layer, from.expert, &mut changes);
+            came.push((layer, from.record, admitted.expect("a slot is free")));
         }
         self.planner.cache_mut().release();
         self.send(came.into_iter())?;
         self.write_table()
     }
 
+    /// Brings experts, by layer, into slots, those that are in no bank by way of one; and waits for them.
+    fn bring(&mut self, experts: Vec<(u32, u32, u32)>) -> Result<()> {
+        if self.disk.is_none() {
+            return self.send(experts.into_iter());
+        }
+        for of_layer in experts.chunk_by(|a, b| a.0 == b.0) {
+            let mut rest = of_layer;
+            while let Some(&(layer, ..)) = rest.first() {
+                let disk = self.disk.as_mut().expect("looked at above");
+                let (_, ram) = self.planner.from_disk();
+                disk.settle(Some(layer), ram);
+                ram.begin(layer);
+                let (now, later) = rest.split_at(rest.len().min(ram.n_records(layer)));
+                for &(_, expert, _) in now {
+                    ram.touch(layer, expert);
+                }
+                let mut records = Vec::with_capacity(now.len());
+                for &(_, expert, slot) in now {
+                    let record = ram.record_of(layer, expert).unwrap_or_else(|| {
+                        let record = ram.admit(layer, expert).expect("as many as there are records");
+                        disk.request(layer, Banked { expert, record });
+                        record
+                    });
+                    records.push((Banked { expert, record }, slot));
+                }
+                records.iter().try_for_each(|(from, _)| disk.wait(layer, *from, ram))?;
+                self.send(records.into_iter().map(|(from, slot)| (layer, from.record, slot)))?;
+                rest = later;
+            }
+        }
+        Ok(())
+    }
+
     /// Brings records into slots and waits for them, a few at a time, since no wait may take long.
     fn send(&self, records: impl Iterator<Item = (u32, u32, u32)>) -> Result<()> {
         let mut sent = 0;
-        for (layer, expert, slot) in records {
-            let landed = self.upload(layer, expert, slot)?;
+        for (layer, record, slot) in records {
+            let landed = self.upload(layer, record, slot)?;
             sent += 1;
             if sent % SENT_AT_ONCE == 0 {
                 self.backend.wait(landed)?;
@@ -419,23 +505,21 @@ impl Elastic {
     }
 
     /// Brings a record over the link and back, and compares: there are drivers whose copies report success and do nothing.
-    fn check_copies(&self) -> std::result::Result<(), ElasticError> {
+    fn check_copies(&self, there: &[(u32, Banked)]) -> std::result::Result<(), ElasticError> {
         let slot = self.n_slots() as u32;
-        let record = self.pool.record.bytes;
-        let mut bytes = vec![0; record];
-        for layer in [0, self.pool.n_layers as u32 - 1] {
-            let expert = self.pool.n_experts as u32 - 1;
-            self.backend.wait(self.upload(layer, expert, slot)?)?;
+        let mut bytes = vec![0; self.pool.record.bytes];
+        for (layer, from) in there.first().into_iter().chain(there.last()) {
+            self.backend.wait(self.upload(*layer, from.record, slot)?)?;
             self.backend.read(&self.pool.slot(slot as usize), &mut bytes)?;
-            if bytes != self.pool.banked(layer, expert) {
+            if bytes != self.pool.banked(*layer, from.record) {
                 return Err(ElasticError::Copies);
             }
         }
         Ok(())
     }
 
-    fn upload(&self, layer: u32, expert: u32, slot: u32) -> Result<Event> {
-        let (bank, start) = (&self.banks.layers()[layer as usize], expert as usize * self.pool.record.bytes);
+    fn upload(&self, layer: u32, record: u32, slot: u32) -> Result<Event> {
+        let (bank, start) = (&self.banks.layers()[layer as usize], record as usize * self.pool.record.bytes);
         self.backend.upload(Lane::Copy, bank, start, &self.pool.slot(slot as usize))
     }
 
@@ -465,18 +549,107 @@ impl RouteServer for Elastic {
                 self.planner.observe_link(&self.planned, link.seconds);
             }
         }
-        self.planned = self.planner.plan(ask.layer, ask.ids, reply).map_err(|why| failed(ask.layer, &why))?;
+        let layer = ask.layer;
+        self.settle(Some(layer));
+        self.planned = self.planner.plan(layer, ask.ids, reply).map_err(|why| failed(layer, &why))?;
+        let Elastic { disk: Some(disk), planner, .. } = self else { return Ok(()) };
+        let (wanted, ram) = planner.from_disk();
+        wanted.reads.iter().for_each(|from| disk.request(layer, *from));
+        wanted.reads[..wanted.n_awaited].iter().try_for_each(|from| disk.wait(layer, *from, ram))?;
+        planner.set_disk_rate(disk.rate().unwrap_or(f64::MAX));
         Ok(())
     }
 
     fn compute(&mut self, ask: &RouteAsk<'_>, host: &[u32], parts: &mut [f32]) -> Result<()> {
-        let start = Instant::now();
-        self.host.as_mut().expect("planned only where there is a host").compute(ask, host, parts)?;
-        let seconds = start.elapsed().as_secs_f64();
-        self.counters.host_seconds += seconds;
-        self.planner.observe_host(&self.planned, seconds);
+        let before = self.counters.host_seconds;
+        if self.disk.is_some() {
+            self.compute_from_disk(ask, host, parts)?;
+        } else {
+            self.given.clear();
+            self.given.extend(host.iter().map(|&expert| Banked::own(expert)));
+            self.compute_given(ask, parts)?;
+        }
+        self.planner.observe_host(&self.planned, self.counters.host_seconds - before);
         Ok(())
     }
+}
+
+impl Elastic {
+    /// Lets the host compute the experts in `given`.
+    fn compute_given(&mut self, ask: &RouteAsk<'_>, parts: &mut [f32]) -> Result<()> {
+        let start = Instant::now();
+        self.host.as_mut().expect("planned only where there is a host").compute(ask, &self.given, parts)?;
+        self.counters.host_seconds += start.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Lets the host compute what is in host memory, then what comes from the disk, as it comes. A record that is computed makes room
+    /// for what is still to be read.
+    fn compute_from_disk(&mut self, ask: &RouteAsk<'_>, host: &[u32], parts: &mut [f32]) -> Result<()> {
+        let (layer, mut n_begun) = (ask.layer, 0);
+        let Elastic { planner, given, coming, .. } = self;
+        let (wanted, ram) = planner.from_disk();
+        let on_disk = &wanted.reads[wanted.n_awaited..];
+        let there = &host[..host.len() - on_disk.len() - wanted.waiting.len()];
+        let in_ram = |expert: u32| ram.record_of(layer, expert).expect("those in host memory come first");
+        given.clear();
+        given.extend(there.iter().map(|&expert| Banked { expert, record: in_ram(expert) }));
+        coming.clear();
+        coming.extend(on_disk);
+        loop {
+            if !self.given.is_empty() {
+                self.compute_given(ask, parts)?;
+            }
+            let Elastic { disk, planner, given, coming, .. } = self;
+            let disk = disk.as_mut().expect("asked for where there is a disk");
+            let (wanted, ram) = planner.from_disk();
+            given.drain(..).for_each(|from| ram.let_go(layer, from.record));
+            while let Some(&expert) = wanted.waiting.get(n_begun) {
+                let Some(record) = ram.admit(layer, expert) else { break };
+                disk.request(layer, Banked { expert, record });
+                coming.push_back(Banked { expert, record });
+                n_begun += 1;
+            }
+            if coming.is_empty() {
+                return Ok(());
+            }
+            // The next one, and what came meanwhile.
+            while let Some(&next) = coming.front()
+                && (given.is_empty() || disk.is_there(layer, next))
+            {
+                coming.pop_front();
+                disk.wait(layer, next, ram)?;
+                given.push(next);
+            }
+        }
+    }
+}
+
+/// Every expert, by layers.
+fn all_experts([n_layers, n_experts]: [usize; 2]) -> impl Iterator<Item = (u32, u32)> {
+    (0..n_layers as u32).flat_map(move |layer| (0..n_experts as u32).map(move |expert| (layer, expert)))
+}
+
+/// Reads the first experts of some layers, so that the rate of the disk is known; gives those that are there then, by layers.
+fn first_reads(
+    disk: &mut DiskTier,
+    ram: &mut RamCache,
+    sizes: [usize; 2],
+    record_bytes: usize,
+) -> Result<Vec<(u32, Banked)>> {
+    let mut there = Vec::new();
+    let n_most = FIRST_READ_BYTES.div_ceil(record_bytes);
+    for (layer, expert) in all_experts(sizes) {
+        if there.len() == n_most {
+            break;
+        }
+        let Some(record) = ram.admit(layer, expert) else { continue };
+        disk.request(layer, Banked { expert, record });
+        there.push((layer, Banked { expert, record }));
+    }
+    there.iter().try_for_each(|(layer, from)| disk.wait(*layer, *from, ram))?;
+    there.iter().for_each(|(layer, from)| ram.let_go(*layer, from.record));
+    Ok(there)
 }
 
 /// Why experts cannot be served.

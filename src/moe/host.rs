@@ -3,7 +3,8 @@
 use std::{collections::HashMap, sync::Arc};
 
 use freetoken_backend::{
-    Backend, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Op, Program, Result, RouteAsk, Stage, View,
+    Backend, Banked, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Op, Program, Result, RouteAsk, Stage,
+    View,
 };
 
 use super::ExpertBanks;
@@ -20,8 +21,8 @@ pub struct HostExperts {
     /// Of a layer and a number of rows.
     programs: HashMap<(u32, usize), Box<dyn Program>>,
     masked: Vec<i32>,
-    /// `[n_experts]`: whether the host computes it.
-    chosen: Vec<bool>,
+    /// `[n_experts]`: the record of what the host computes, or -1.
+    records: Vec<i32>,
 }
 
 impl HostExperts {
@@ -53,7 +54,7 @@ impl HostExperts {
             pool: Arc::new(ExpertPool::without_slots(record, n_experts, table, banks)),
             programs: HashMap::new(),
             masked: vec![-1; n_routes],
-            chosen: vec![false; n_experts],
+            records: vec![-1; n_experts],
             backend,
         };
         for layer in 0..n_layers as u32 {
@@ -89,24 +90,26 @@ impl HostExperts {
                 hidden: record.hidden as u32,
                 intermediate: record.intermediate as u32,
                 n_experts: self.pool.n_experts as u32,
-                in_place: 1,
+                in_place: 0,
             },
         }
         .into()
     }
 
-    /// Computes the routes whose expert is in `experts` into their rows of `parts` `[n_rows, top_k, hidden]`.
+    /// Computes the routes whose expert is in `experts`, from its record there, into their rows of `parts` `[n_rows, top_k, hidden]`.
     ///
     /// # Errors
     /// The backend's.
-    pub fn compute(&mut self, ask: &RouteAsk<'_>, experts: &[u32], parts: &mut [f32]) -> Result<()> {
+    pub fn compute(&mut self, ask: &RouteAsk<'_>, experts: &[Banked], parts: &mut [f32]) -> Result<()> {
         let (n_routes, hidden) = (ask.n_rows * ask.top_k, self.pool.record.hidden);
         let masked = &mut self.masked[..n_routes];
-        self.chosen.fill(false);
-        experts.iter().for_each(|&expert| self.chosen[expert as usize] = true);
+        self.records.fill(-1);
+        experts.iter().for_each(|from| self.records[from.expert as usize] = from.record as i32);
         for (masked, &id) in masked.iter_mut().zip(ask.ids) {
-            *masked = if usize::try_from(id).is_ok_and(|id| self.chosen[id]) { id } else { -1 };
+            *masked = if usize::try_from(id).is_ok_and(|id| self.records[id] >= 0) { id } else { -1 };
         }
+        // Behind its slots, of which it has none, a pool's records have their numbers.
+        self.backend.write(&self.pool.table_row(ask.layer), bytemuck::cast_slice(&self.records))?;
         self.backend.write(&self.x, bytemuck::cast_slice(ask.rows))?;
         self.backend.write(&self.ids, bytemuck::cast_slice(masked))?;
         self.backend.write(&self.weights, bytemuck::cast_slice(ask.weights))?;

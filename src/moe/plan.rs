@@ -3,11 +3,12 @@
 //!
 //! It owns the mirror of the slot table and the counters, and knows what the device can do only as [`Choices`].
 
-use freetoken_backend::RouteReply;
+use freetoken_backend::{Banked, Fetch, RouteReply};
 
 use super::{
     cache::{ExpertCache, Policy},
-    cost::{ExpertCost, Misses, Observed, Rates, Split, StepSeconds},
+    cost::{ExpertCost, FromDisk, Misses, Observed, Rates, Split, StepSeconds},
+    ram::RamCache,
 };
 
 /// Weight of one route point in the means of hits and misses.
@@ -98,6 +99,8 @@ pub struct Planned {
     pub n_in_place: usize,
     /// That the host computes.
     pub n_host: usize,
+    /// Of the misses, those that host memory does not have either.
+    pub n_disk: usize,
     /// Predicted seconds of link, host and route point.
     pub split: Split,
 }
@@ -117,6 +120,8 @@ pub struct Counters {
     pub host: u64,
     /// That were brought into a slot behind a step that read them in place.
     pub behind: u64,
+    /// Of the misses, those that host memory did not have either.
+    pub disk: u64,
     /// Predicted seconds by which the misses made route points longer.
     pub exposed_seconds: f64,
     /// Predicted seconds of link and host that ran beside something else.
@@ -138,6 +143,7 @@ impl Counters {
             in_place: self.in_place - before.in_place,
             host: self.host - before.host,
             behind: self.behind - before.behind,
+            disk: self.disk - before.disk,
             exposed_seconds: self.exposed_seconds - before.exposed_seconds,
             hidden_seconds: self.hidden_seconds - before.hidden_seconds,
         }
@@ -152,6 +158,7 @@ impl Counters {
             in_place: self.in_place + other.in_place,
             host: self.host + other.host,
             behind: self.behind + other.behind,
+            disk: self.disk + other.disk,
             exposed_seconds: self.exposed_seconds + other.exposed_seconds,
             hidden_seconds: self.hidden_seconds + other.hidden_seconds,
         }
@@ -184,6 +191,19 @@ pub enum PlanError {
         /// Slots of the pool.
         n_slots: usize,
     },
+    /// The device alone computes, and host memory does not hold what it needs at once.
+    #[error(
+        "layer {layer} needs {needed} experts in host memory at once and there is room for {n_records} of it: raise --ram, run \
+         fewer sequences at once, or let the host compute (--experts auto)"
+    )]
+    TooFewRecords {
+        /// MoE layer.
+        layer: u32,
+        /// Distinct experts that are on their way to the device.
+        needed: usize,
+        /// Records of the layer's bank.
+        n_records: usize,
+    },
     /// The mode needs the device to reach experts in host memory.
     #[error(
         "this device cannot reach experts outside of its memory: choose --experts cpu, or a model that fits"
@@ -194,10 +214,26 @@ pub enum PlanError {
     NoHost,
 }
 
+/// What a route point wants from the disk.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// Reads to begin at once, each into a record that is nobody else's.
+    pub reads: Vec<Banked>,
+    /// So many of the first ones must be there before the device is answered; the host computes the others as they come.
+    pub n_awaited: usize,
+    /// Experts that the host computes once a record is let go of, behind all of these.
+    pub waiting: Vec<u32>,
+}
+
 /// Answers route points.
 #[derive(Debug)]
 pub struct Planner {
     cache: ExpertCache,
+    /// What host memory holds; `None` where that is everything.
+    ram: Option<RamCache>,
+    /// Bytes a second that come from the disk.
+    disk_rate: f64,
+    wanted: Wanted,
     options: PlannerOptions,
     observed: Observed,
     /// Of decode steps, by layer.
@@ -212,8 +248,12 @@ pub struct Planner {
     rows: Vec<u32>,
     /// Distinct experts of the route point.
     routed: Vec<u32>,
-    /// Those of them that have no slot, in the order in which they go over the link.
+    /// Those of them that have no slot, in the order in which they go over the link; those on the disk last.
     misses: Vec<u32>,
+    /// So many of the misses are in host memory.
+    n_in_ram: usize,
+    /// While misses are sorted: those on the disk.
+    on_disk: Vec<u32>,
     /// Rows of each miss.
     miss_rows: Vec<u32>,
     /// So many of the first misses are worth more than what would leave for them.
@@ -231,6 +271,9 @@ impl Planner {
         mode.check(choices)?;
         Ok(Planner {
             cache: ExpertCache::new(n_layers, n_experts, n_slots, policy),
+            ram: None,
+            disk_rate: f64::MAX,
+            wanted: Wanted::default(),
             options,
             observed: Observed::default(),
             layers: vec![Counters::default(); n_layers],
@@ -240,9 +283,44 @@ impl Planner {
             rows: vec![0; n_experts],
             routed: Vec::with_capacity(n_experts),
             misses: Vec::with_capacity(n_experts),
+            n_in_ram: 0,
+            on_disk: Vec::with_capacity(n_experts),
             miss_rows: Vec::with_capacity(n_experts),
             n_worthy: 0,
         })
+    }
+
+    /// From now on host memory holds some of the experts at a time, and a disk all of them.
+    pub fn set_ram(&mut self, ram: RamCache) {
+        let n_experts = self.options.n_experts;
+        self.wanted = Wanted {
+            reads: Vec::with_capacity(n_experts),
+            n_awaited: 0,
+            waiting: Vec::with_capacity(n_experts),
+        };
+        self.ram = Some(ram);
+    }
+
+    /// What host memory holds; `None` where that is everything.
+    pub fn ram(&self) -> Option<&RamCache> {
+        self.ram.as_ref()
+    }
+
+    /// Both mirrors, of the slots and of host memory.
+    pub fn caches_mut(&mut self) -> (&mut ExpertCache, Option<&mut RamCache>) {
+        (&mut self.cache, self.ram.as_mut())
+    }
+
+    /// What the last route point wants from the disk, and what host memory holds. Asserts that this is not everything.
+    pub fn from_disk(&mut self) -> (&Wanted, &mut RamCache) {
+        (&self.wanted, self.ram.as_mut().expect("host memory that does not hold every expert"))
+    }
+
+    /// Bytes a second that come from the disk, from now on.
+    pub fn set_disk_rate(&mut self, rate: f64) {
+        if rate.is_finite() && rate > 0.0 && !self.options.deterministic {
+            self.disk_rate = rate;
+        }
     }
 
     /// Treats misses otherwise from now on.
@@ -307,50 +385,99 @@ impl Planner {
 
     /// Answers the route point of `layer` with `ids` `[n_rows, top_k]` (-1 for padding): fills the empty reply.
     ///
+    /// Where host memory does not hold every expert, what it lacks is the host's, which computes it as it comes; or the device's,
+    /// where that does all. What to read is then in [`Self::from_disk`].
+    ///
     /// # Errors
-    /// [`PlanError::NotAnExpert`] and [`PlanError::TooFewSlots`]; the cache then has the slots that it had.
+    /// [`PlanError::NotAnExpert`], [`PlanError::TooFewSlots`] and [`PlanError::TooFewRecords`]; the cache then has the slots that it
+    /// had.
     pub fn plan(&mut self, layer: u32, ids: &[i32], reply: &mut RouteReply) -> Result<Planned, PlanError> {
         let n_hits = self.sort(layer, ids)?;
         let (choices, n_misses) = (self.options.choices, self.misses.len());
+        let n_disk = n_misses - self.n_in_ram;
+        // Bytes from the disk go to the host, unless the device does everything.
+        let n_split = if choices.host && self.options.mode != Mode::Gpu { self.n_in_ram } else { n_misses };
         let room = if choices.fetch { self.cache.n_admissible() } else { 0 };
-        let most = if choices.read_in_place { n_misses } else { n_misses.min(room) };
+        let reached = if choices.read_in_place { n_split } else { n_split.min(room) };
+        let records = match &self.ram {
+            // One record at least passes what the host computes.
+            Some(ram) if n_split < n_misses => ram.n_records(layer) - 1,
+            Some(ram) => ram.n_records(layer),
+            None => n_split,
+        };
+        let most = reached.min(records);
         let least = if choices.host { 0 } else { n_misses };
         if least > most {
             self.cache.release();
             let (needed, n_slots) = (n_hits + n_misses, self.cache.n_slots());
-            return Err(PlanError::TooFewSlots { layer, needed, n_slots });
+            return Err(match least > reached {
+                true => PlanError::TooFewSlots { layer, needed, n_slots },
+                false => PlanError::TooFewRecords { layer, needed: n_misses, n_records: records },
+            });
         }
         let (rates, expert) = (self.rates(), self.options.expert);
         let hits_seconds = rates.hits_seconds(expert, n_hits as f64);
-        let misses = Misses { expert, rows: &self.miss_rows, n_worthy: self.n_worthy, hits_seconds };
+        let (rows, host_rows) = self.miss_rows.split_at(n_split);
+        let disk_seconds = (n_disk as u64 * expert.record_bytes) as f64 / self.disk_rate;
+        let disk = match n_split < n_misses {
+            true => FromDisk { host_rows, host_seconds: disk_seconds, link_seconds: 0.0 },
+            false => FromDisk { host_rows, host_seconds: 0.0, link_seconds: disk_seconds },
+        };
+        let misses = Misses { expert, rows, n_worthy: self.n_worthy.min(n_split), hits_seconds, disk };
         let split = match self.options.mode {
             Mode::Auto | Mode::Hybrid => rates.q_star(&misses, least..=most),
             Mode::Gpu => rates.split(&misses, most),
             Mode::Cpu => rates.split(&misses, least),
             Mode::Share(share) => {
-                rates.split(&misses, ((share * n_misses as f64).round() as usize).clamp(least, most))
+                rates.split(&misses, ((share * n_split as f64).round() as usize).clamp(least, most))
             }
+        };
+        self.want(layer, split.n_link);
+        let ram = self.ram.as_ref();
+        let banked = |expert: u32| match ram {
+            Some(ram) => {
+                let record = ram.record_of(layer, expert).expect("what the link brings has a record");
+                Banked { expert, record }
+            }
+            None => Banked::own(expert),
         };
         let (link, host) = self.misses.split_at(split.n_link);
         let (fetched, in_place) = link.split_at(link.len().min(room));
         for &expert in fetched {
             let slot = self.cache.admit(layer, expert, &mut reply.table).expect("there is room for it");
-            reply.fetch.push((expert, slot));
+            reply.fetch.push(Fetch { from: banked(expert), slot });
         }
-        reply.read_in_place.extend_from_slice(in_place);
+        reply.read_in_place.extend(in_place.iter().map(|&expert| banked(expert)));
         reply.host.extend_from_slice(host);
         let (n_fetched, n_in_place, n_host) = (fetched.len(), in_place.len(), host.len());
         self.cache.release();
-        let planned = Planned { n_hits, n_fetched, n_in_place, n_host, split };
+        let planned = Planned { n_hits, n_fetched, n_in_place, n_host, n_disk, split };
         self.count(layer, &planned, split.seconds - hits_seconds - rates.combine_seconds);
         Ok(planned)
+    }
+
+    /// Finds records for the misses that lie on the disk: all of the first `n_link` misses, and of the others those for which there is
+    /// room now.
+    fn want(&mut self, layer: u32, n_link: usize) {
+        let Wanted { reads, n_awaited, waiting } = &mut self.wanted;
+        reads.clear();
+        waiting.clear();
+        *n_awaited = n_link.saturating_sub(self.n_in_ram);
+        let Some(ram) = &mut self.ram else { return };
+        for &expert in &self.misses[self.n_in_ram..] {
+            match ram.admit(layer, expert) {
+                Some(record) => reads.push(Banked { expert, record }),
+                None => waiting.push(expert),
+            }
+        }
+        assert!(*n_awaited <= reads.len(), "there is a record for all that the link brings");
     }
 
     /// Learns the `ids` of a route point that nobody asked about, because its step read its misses in place: counts the
     /// uses and gives slots to at most `most` of the misses. Fills `table` and `fetch` of the empty reply.
     ///
     /// # Errors
-    /// [`PlanError::NotAnExpert`].
+    /// [`PlanError::NotAnExpert`]. Asserts that host memory holds every expert.
     pub fn catch_up(
         &mut self,
         layer: u32,
@@ -358,11 +485,12 @@ impl Planner {
         most: usize,
         reply: &mut RouteReply,
     ) -> Result<Planned, PlanError> {
+        assert!(self.ram.is_none(), "a step reads in place what is in host memory");
         let n_hits = self.sort(layer, ids)?;
         let n_fetched = self.misses.len().min(self.cache.n_admissible()).min(most);
         for &expert in &self.misses[..n_fetched] {
             let slot = self.cache.admit(layer, expert, &mut reply.table).expect("there is room for it");
-            reply.fetch.push((expert, slot));
+            reply.fetch.push(Fetch { from: Banked::own(expert), slot });
         }
         self.cache.release();
         let n_in_place = self.misses.len();
@@ -370,7 +498,7 @@ impl Planner {
         let link_seconds = n_in_place as f64 * expert.record_bytes as f64 / rates.link_alone;
         let seconds = rates.hits_seconds(expert, n_hits as f64) + link_seconds + rates.combine_seconds;
         let split = Split { n_link: n_in_place, link_seconds, host_seconds: 0.0, seconds };
-        let planned = Planned { n_hits, n_fetched: 0, n_in_place, n_host: 0, split };
+        let planned = Planned { n_hits, n_in_place, split, ..Planned::default() };
         self.count(layer, &planned, link_seconds);
         self.layers[layer as usize].behind += n_fetched as u64;
         Ok(planned)
@@ -386,7 +514,8 @@ impl Planner {
     /// From a route point to the next one of its step `seconds` passed.
     pub fn observe_interval(&mut self, planned: &Planned, seconds: f64) {
         let n_misses = planned.n_fetched + planned.n_in_place + planned.n_host;
-        if self.decodes && n_misses > 0 && !self.options.deterministic {
+        // What a disk takes is explained by no rate of link and host.
+        if self.decodes && n_misses > 0 && planned.n_disk == 0 && !self.options.deterministic {
             self.observed.interval(&planned.split, seconds);
         }
     }
@@ -408,7 +537,7 @@ impl Planner {
 
     /// The program for the next step, of those that mode and device allow.
     pub fn next_step(&self) -> StepKind {
-        let in_place = self.options.choices.read_in_place;
+        let in_place = self.options.choices.read_in_place && self.ram.is_none();
         match self.options.mode {
             Mode::Gpu if in_place && !self.options.choices.fetch => StepKind::InPlace,
             Mode::Auto | Mode::Gpu if in_place => match self.expected_step() {
@@ -442,6 +571,20 @@ impl Planner {
             let by_rows = rows[b as usize].cmp(&rows[a as usize]);
             by_rows.then(cache.worth(layer, b).total_cmp(&cache.worth(layer, a))).then(a.cmp(&b))
         });
+        self.n_in_ram = self.misses.len();
+        if let Some(ram) = &mut self.ram {
+            ram.begin(layer);
+            self.on_disk.clear();
+            self.misses.retain(|&expert| {
+                let is_there = ram.touch(layer, expert).is_some();
+                if !is_there {
+                    self.on_disk.push(expert);
+                }
+                is_there
+            });
+            self.n_in_ram = self.misses.len();
+            self.misses.extend_from_slice(&self.on_disk);
+        }
         self.miss_rows.extend(self.misses.iter().map(|&expert| rows[expert as usize]));
         let least = cache.least_worth();
         self.n_worthy = self.misses.iter().take_while(|&&miss| cache.worth(layer, miss) >= least).count();
@@ -460,6 +603,7 @@ impl Planner {
         counters.fetched += planned.n_fetched as u64;
         counters.in_place += planned.n_in_place as u64;
         counters.host += planned.n_host as u64;
+        counters.disk += planned.n_disk as u64;
         let busy = planned.split.link_seconds + planned.split.host_seconds;
         counters.exposed_seconds += exposed_seconds;
         counters.hidden_seconds += (busy - exposed_seconds).max(0.0);
@@ -510,7 +654,7 @@ mod tests {
         planned(&mut planner, 0, &[7, 9]).unwrap();
         planned(&mut planner, 0, &[9]).unwrap();
         let (split, reply) = planned(&mut planner, 0, &[1, 7, 3, 9, 3, -1]).unwrap();
-        assert_eq!((reply.read_in_place, reply.host), (vec![3, 9], vec![7, 1]));
+        assert_eq!((reply.read_in_place, reply.host), ([3, 9].map(Banked::own).to_vec(), vec![7, 1]));
         assert_eq!((split.n_hits, split.n_fetched, split.n_in_place, split.n_host), (0, 0, 2, 2));
     }
 
@@ -580,7 +724,7 @@ mod tests {
         let mut reply = RouteReply::with_capacity(16);
         let late = planner.catch_up(1, &[4, 5, 6, 4], 2, &mut reply).unwrap();
         assert_eq!((late.n_hits, late.n_in_place), (0, 3));
-        assert_eq!(reply.fetch.iter().map(|&(expert, _)| expert).collect::<Vec<_>>(), [4, 5]);
+        assert_eq!(reply.fetch.iter().map(|fetch| fetch.from.expert).collect::<Vec<_>>(), [4, 5]);
         assert!(reply.read_in_place.is_empty() && reply.host.is_empty());
         reply.clear();
         assert_eq!(planner.catch_up(1, &[4, 5, 6], 2, &mut reply).unwrap().n_hits, 2);
@@ -662,9 +806,9 @@ mod tests {
                 for change in &reply.table {
                     table[change.entry as usize] = change.slot;
                 }
-                for &(expert, slot) in &reply.fetch {
-                    prop_assert_eq!(table[(layer * 16 + expert) as usize], slot as i32);
-                    records[slot as usize] = Some(layer * 16 + expert);
+                for Fetch { from, slot } in &reply.fetch {
+                    prop_assert_eq!(table[(layer * 16 + from.expert) as usize], *slot as i32);
+                    records[*slot as usize] = Some(layer * 16 + from.expert);
                 }
                 prop_assert_eq!(planner.cache().table(), &table[..]);
                 for (entry, &slot) in table.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
@@ -673,11 +817,11 @@ mod tests {
                 let mut counts = [0; 4];
                 for expert in 0..16u32 {
                     let entry = (layer * 16 + expert) as usize;
-                    let fetched = reply.fetch.iter().filter(|(e, _)| *e == expert).count();
+                    let fetched = reply.fetch.iter().filter(|fetch| fetch.from.expert == expert).count();
                     let places = [
                         usize::from(table[entry] >= 0 && fetched == 0),
                         fetched,
-                        reply.read_in_place.iter().filter(|e| **e == expert).count(),
+                        reply.read_in_place.iter().filter(|from| from.expert == expert).count(),
                         reply.host.iter().filter(|e| **e == expert).count(),
                     ];
                     if ids.contains(&(expert as i32)) {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use freetoken_backend::{
-    Backend, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Lane, NoRoutePoints, Result, RouteAsk,
+    Backend, Banked, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Lane, NoRoutePoints, Result, RouteAsk,
     RoutePoint, RouteReply, RouteServer, Stage, View,
 };
 
@@ -27,7 +27,8 @@ const MANY_ROWS: usize = 16;
 /// Experts of a route point of the probe.
 const TOP_K: usize = 8;
 
-/// The rates for these experts: those on disk, or measured now and written there. The `n_ring` slots behind `first_slot` are used.
+/// The rates for these experts: those on disk, or measured now and written there. The `n_ring` slots behind `first_slot` are used, and
+/// the experts that are `there`, by layers, in their banks.
 ///
 /// # Errors
 /// The device's. A file that cannot be read or written is no error: the rates are measured again.
@@ -36,6 +37,7 @@ pub(super) fn rates(
     pool: &Arc<ExpertPool>,
     [first_slot, n_ring]: [usize; 2],
     banks: &ExpertBanks,
+    there: &[(u32, Banked)],
     host: Option<&mut HostExperts>,
     folder: Option<&Path>,
 ) -> Result<Rates> {
@@ -62,7 +64,7 @@ pub(super) fn rates(
     if let Some(rates) = known.filter(Rates::is_valid) {
         return Ok(rates);
     }
-    let rates = Probe { backend, pool, first_slot, n_ring, banks }.measure(host)?;
+    let rates = Probe { backend, pool, first_slot, n_ring, banks, there }.measure(host)?;
     if let Some((file, folder)) = file.zip(folder) {
         let written = fs::create_dir_all(folder).and_then(|()| fs::write(file, serde_json::to_vec(&rates)?));
         // Without the file, the next start measures again.
@@ -77,6 +79,8 @@ struct Probe<'a> {
     first_slot: usize,
     n_ring: usize,
     banks: &'a ExpertBanks,
+    /// By layers.
+    there: &'a [(u32, Banked)],
 }
 
 impl Probe<'_> {
@@ -100,7 +104,7 @@ impl Probe<'_> {
         };
         let Some(host) = host else { return Ok(rates) };
         let record = self.pool.record.weight_bytes() as f64;
-        let mut work = HostWork::new(self.banks);
+        let mut work = HostWork::new(self.banks, self.there);
         // The first pass finds pages and threads that sleep.
         work.run(host, Duration::ZERO, TOP_K, 1)?;
         rates.host_alone = record / work.run(host, WINDOW, TOP_K, 1)?;
@@ -130,11 +134,10 @@ impl Probe<'_> {
     fn queue_records(&self, next: &mut usize, n: usize) -> Result<usize> {
         let record = self.pool.record.bytes;
         for _ in 0..n {
-            let (layer, expert) =
-                (*next / self.pool.n_experts % self.pool.n_layers, *next % self.pool.n_experts);
+            let (layer, from) = self.there[*next % self.there.len()];
             let slot = self.first_slot + *next % self.n_ring;
-            let bank = &self.banks.layers()[layer];
-            self.backend.upload(Lane::Copy, bank, expert * record, &self.pool.slot(slot))?;
+            let (bank, start) = (&self.banks.layers()[layer as usize], from.record as usize * record);
+            self.backend.upload(Lane::Copy, bank, start, &self.pool.slot(slot))?;
             *next += 1;
         }
         Ok(n * record)
@@ -155,7 +158,7 @@ impl Probe<'_> {
 
     /// Link and host at once: bytes a second of each. The host computes while queued records cross the link, as many as take
     /// about as long, so that hardly a part of either runs alone.
-    fn both(&self, host: &mut HostExperts, work: &mut HostWork, rates: &Rates) -> Result<[f64; 2]> {
+    fn both(&self, host: &mut HostExperts, work: &mut HostWork<'_>, rates: &Rates) -> Result<[f64; 2]> {
         let as_long = TOP_K as f64 * rates.link_alone / rates.host_alone;
         let n_sent = (as_long.round() as usize).clamp(1, 64 * TOP_K);
         let record = self.pool.record.weight_bytes() as f64;
@@ -235,24 +238,18 @@ impl RouteServer for TakesTheFirst {
 }
 
 /// Calls of the host's experts, other ones each time, so that no cache holds them.
-struct HostWork {
-    n_layers: usize,
-    n_experts: usize,
+struct HostWork<'a> {
+    /// By layers.
+    there: &'a [(u32, Banked)],
     next: usize,
     x: Vec<f32>,
     parts: Vec<f32>,
 }
 
-impl HostWork {
-    fn new(banks: &ExpertBanks) -> Self {
+impl<'a> HostWork<'a> {
+    fn new(banks: &ExpertBanks, there: &'a [(u32, Banked)]) -> Self {
         let hidden = banks.record().expect("a model with experts").hidden;
-        HostWork {
-            n_layers: banks.layers().len(),
-            n_experts: banks.n_experts(),
-            next: 0,
-            x: vec![0.1; MANY_ROWS * hidden],
-            parts: Vec::new(),
-        }
+        HostWork { there, next: 0, x: vec![0.1; MANY_ROWS * hidden], parts: Vec::new() }
     }
 
     /// Seconds an expert takes, in calls of `n` experts with `n_rows` rows each.
@@ -269,18 +266,18 @@ impl HostWork {
     /// One call; gives its distinct experts.
     fn call(&mut self, host: &mut HostExperts, n: usize, n_rows: usize) -> Result<usize> {
         let (top_k, hidden) = (host.top_k(), self.x.len() / MANY_ROWS);
-        let n = n.min(top_k).min(self.n_experts);
-        let layer = self.next / self.n_experts % self.n_layers;
-        let expert = |i: usize| ((self.next + i) % self.n_experts) as i32;
-        let route = |k: usize| if k < n { expert(k) } else { -1 };
+        self.next %= self.there.len();
+        let (layer, _) = self.there[self.next];
+        let rest = self.there[self.next..].iter().take_while(|(of, _)| *of == layer);
+        let experts: Vec<Banked> = rest.take(n.min(top_k)).map(|(_, from)| *from).collect();
+        self.next += experts.len();
+        let route = |k: usize| experts.get(k).map_or(-1, |from| from.expert as i32);
         let mut row: Vec<i32> = (0..top_k).map(route).collect();
         row.sort_unstable();
         let ids = row.repeat(n_rows);
-        let experts: Vec<u32> = row.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
-        self.next += n;
         self.parts.resize(n_rows * top_k * hidden, 0.0);
         let ask = RouteAsk {
-            layer: layer as u32,
+            layer,
             n_rows,
             top_k,
             ids: &ids,
@@ -289,6 +286,6 @@ impl HostWork {
             link: None,
         };
         host.compute(&ask, &experts, &mut self.parts)?;
-        Ok(n)
+        Ok(experts.len())
     }
 }

@@ -7,7 +7,7 @@ use freetoken_backend::RouteReply;
 
 use super::{
     cache::{ExpertCache, Policy},
-    cost::{ExpertCost, Misses, Rates},
+    cost::{ExpertCost, FromDisk, Misses, Rates},
     plan::{Mode, PlanError, Planned, Planner, PlannerOptions},
     trace::Trace,
 };
@@ -94,13 +94,16 @@ pub fn replay(
             let ids = trace.ids(step, layer);
             reply.clear();
             let planned = planner.plan(layer as u32, ids, &mut reply)?;
-            let link = reply.fetch.iter().map(|(expert, _)| expert).chain(&reply.read_in_place);
+            let fetched = reply.fetch.iter().map(|fetch| fetch.from);
+            let link = fetched.chain(reply.read_in_place.iter().copied()).map(|from| from.expert);
             rows.clear();
             rows.extend(
-                link.chain(&reply.host).map(|&e| ids.iter().filter(|&&id| id == e as i32).count() as u32),
+                link.chain(reply.host.iter().copied())
+                    .map(|e| ids.iter().filter(|&&id| id == e as i32).count() as u32),
             );
             let hits_seconds = machine.rates.hits_seconds(expert, planned.n_hits as f64);
-            let misses = Misses { expert, rows: &rows, n_worthy: 0, hits_seconds };
+            let disk = FromDisk::default();
+            let misses = Misses { expert, rows: &rows, n_worthy: 0, hits_seconds, disk };
             let split = machine.rates.split(&misses, planned.split.n_link);
             planner.observe_link(&planned, split.link_seconds);
             planner.observe_host(&planned, split.host_seconds);

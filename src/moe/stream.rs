@@ -5,10 +5,13 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use freetoken_backend::{
-    Backend, Error, Event, ExpertPool, Experts, HostBuffer, Lane, Program, Result, TableChange, View,
+    Backend, Banked, Error, Event, ExpertPool, Experts, HostBuffer, Lane, Program, Result, TableChange, View,
 };
 
-use super::{ExpertBanks, ExpertCache};
+use super::{
+    ExpertBanks, ExpertCache,
+    feed::{Below, Feed},
+};
 
 /// Pieces of the ring that are computed at a time: while one is, the others are on their way.
 const WAVES: usize = 4;
@@ -85,10 +88,13 @@ pub struct ExpertStream {
     free: VecDeque<u32>,
     /// In the order in which they land.
     arrivals: VecDeque<Arrival>,
-    /// Experts of the layer that are still to be sent, the next one last.
-    to_send: Vec<u32>,
-    /// Experts of the next layer that are sent ahead, from this one on.
-    ahead: u32,
+    /// Experts of the layer that are still to be sent.
+    feed: Feed,
+    /// Experts of the next layer, which are sent ahead of it, once they are.
+    ahead: Feed,
+    is_ahead: bool,
+    /// While they are sorted: experts that have no slot.
+    missing: Vec<u32>,
     /// Routes of each expert of the layer.
     counts: Vec<u32>,
     /// Experts of the layer that have a slot of the cache.
@@ -123,8 +129,10 @@ impl ExpertStream {
             read_by: vec![None; n_ring],
             free: (first_slot as u32..(first_slot + n_ring) as u32).collect(),
             arrivals: VecDeque::with_capacity(n_ring),
-            to_send: Vec::with_capacity(n_experts),
-            ahead: 0,
+            feed: Feed::with_capacity(n_experts),
+            ahead: Feed::with_capacity(n_experts),
+            is_ahead: false,
+            missing: Vec::with_capacity(n_experts),
             counts: vec![0; n_experts],
             n_own: 0,
             changes: Vec::with_capacity(n_experts),
@@ -140,16 +148,32 @@ impl ExpertStream {
 
     /// Forgets what was on its way, after a step that failed.
     pub fn reset(&mut self) {
+        self.feed.clear();
+        self.ahead.clear();
         while let Some(arrival) = self.arrivals.pop_front() {
             self.give_back(arrival.slot);
         }
     }
 
-    /// Computes the experts of a layer. Asserts that the cache holds nothing.
+    /// Waits until the device has every record that was sent: until then those of host memory stay.
     ///
     /// # Errors
-    /// The device's; the step cannot go on.
-    pub fn layer(&mut self, step: LayerStep<'_>, cache: &mut ExpertCache) -> Result<Streamed> {
+    /// The device's.
+    pub fn rest(&mut self) -> Result<()> {
+        self.feed.rest(&*self.backend)?;
+        self.ahead.rest(&*self.backend)
+    }
+
+    /// Computes the experts of a layer. What host memory does not hold comes from `below`. Asserts that the cache holds nothing.
+    ///
+    /// # Errors
+    /// The device's, or a read that failed; the step cannot go on.
+    pub(super) fn layer(
+        &mut self,
+        step: LayerStep<'_>,
+        cache: &mut ExpertCache,
+        mut below: Option<Below<'_>>,
+    ) -> Result<Streamed> {
         let LayerStep { layer, next_layer, ids, mlp } = step;
         let n_routes = ids.bytes() / 4;
         self.backend.read(ids, bytemuck::cast_slice_mut(&mut self.ids[..n_routes]))?;
@@ -164,7 +188,6 @@ impl ExpertStream {
         let mut streamed = Streamed { n_wasted: self.drop_unused(layer), ..Streamed::default() };
         let n_used = self.counts.iter().filter(|count| **count > 0).count();
         let is_dense = n_used as f64 >= DENSE_SHARE * self.counts.len() as f64;
-        self.ahead = 0;
         let has_slot = |&expert: &u32| cache.slot_of(layer, expert).is_some();
         self.n_own = (0..self.counts.len() as u32).filter(has_slot).count();
         self.table.fill(-1);
@@ -177,15 +200,15 @@ impl ExpertStream {
             }
         }
         assert!(self.arrivals.iter().all(|arrival| arrival.layer == layer), "arrivals of another step");
-        self.list_misses(layer, cache);
         // Each wave costs a pass over all routes: what came while the layer's attention ran goes with the hits.
         let n_landed = self.n_landed()?;
         if streamed.n_hits > 0 || n_landed > 0 {
             self.compute(n_landed, mlp)?;
             streamed.n_fetched += n_landed as u64;
         }
+        self.begin(layer, cache, &mut below)?;
         loop {
-            self.send(layer, next_layer.filter(|_| is_dense), cache)?;
+            self.send(layer, next_layer.filter(|_| is_dense), cache, &mut below)?;
             let wave = self.read_by.len().div_ceil(WAVES);
             let n = self.arrivals.iter().take(wave).take_while(|arrival| arrival.layer == layer).count();
             if n == 0 {
@@ -211,7 +234,8 @@ impl ExpertStream {
         Ok(self.arrivals.len())
     }
 
-    /// Computes the experts in `table` and the first `n` that arrive, once they are there. Their slots of the ring are free then.
+    /// Computes the experts in `table` and the first `n` that arrive, once they are there. These are done then, and their slots of the
+    /// ring are free.
     fn compute(&mut self, n: usize, mlp: &mut dyn Program) -> Result<()> {
         for arrival in self.arrivals.iter().take(n) {
             self.table[arrival.expert as usize] = arrival.slot as i32;
@@ -223,6 +247,7 @@ impl ExpertStream {
         mlp.submit()?;
         let read = self.backend.event(Lane::Compute)?;
         for arrival in self.arrivals.drain(..n) {
+            self.counts[arrival.expert as usize] = 0;
             if let Some(place) = (arrival.slot as usize).checked_sub(self.first_slot) {
                 self.read_by[place] = Some(read);
                 self.free.push_back(arrival.slot);
@@ -256,34 +281,52 @@ impl ExpertStream {
         self.arrivals.iter().any(|arrival| (arrival.layer, arrival.expert) == (layer, expert))
     }
 
-    /// What is still to be sent, those with most rows last, so that they are sent first.
-    fn list_misses(&mut self, layer: u32, cache: &ExpertCache) {
-        let mut to_send = std::mem::take(&mut self.to_send);
-        to_send.clear();
+    /// Begins to send what is missing, those with most rows first.
+    fn begin(&mut self, layer: u32, cache: &ExpertCache, below: &mut Option<Below<'_>>) -> Result<()> {
+        let mut missing = std::mem::take(&mut self.missing);
+        missing.clear();
         let is_missing = |expert: u32| {
             self.counts[expert as usize] > 0
                 && cache.slot_of(layer, expert).is_none()
                 && !self.is_coming(layer, expert)
         };
-        to_send.extend((0..self.counts.len() as u32).filter(|&expert| is_missing(expert)));
-        to_send.sort_by_key(|&expert| (self.counts[expert as usize], std::cmp::Reverse(expert)));
-        self.to_send = to_send;
+        missing.extend((0..self.counts.len() as u32).filter(|&expert| is_missing(expert)));
+        missing.sort_by_key(|&expert| (std::cmp::Reverse(self.counts[expert as usize]), expert));
+        // What was sent ahead of the layer lies in its bank too.
+        if below.is_some() {
+            self.ahead.rest(&*self.backend)?;
+        }
+        self.is_ahead = false;
+        self.feed.begin(layer, missing.iter().copied(), &*self.backend, below)?;
+        self.missing = missing;
+        Ok(())
     }
 
-    /// Sends records while there is room for them: of this layer, then of the next.
-    fn send(&mut self, layer: u32, next_layer: Option<u32>, cache: &mut ExpertCache) -> Result<()> {
+    /// Sends records while there is room for them: of this layer, then of the next. It waits for the disk only where there is nothing
+    /// to compute meanwhile.
+    fn send(
+        &mut self,
+        layer: u32,
+        next_layer: Option<u32>,
+        cache: &mut ExpertCache,
+        below: &mut Option<Below<'_>>,
+    ) -> Result<()> {
         while self.arrivals.len() < self.read_by.len() {
-            if let Some(&expert) = self.to_send.last() {
-                let Some(slot) = self.slot_for(layer, expert, cache)? else { return Ok(()) };
-                self.to_send.pop();
-                self.upload(layer, expert, slot)?;
-            } else if let Some(next) = next_layer
-                && let Some(expert) =
-                    (self.ahead..self.counts.len() as u32).find(|&e| cache.slot_of(next, e).is_none())
-            {
+            if !self.feed.is_done() {
+                let waits = self.arrivals.is_empty();
+                let Some(from) = self.feed.next(waits, &*self.backend, below)? else { return Ok(()) };
+                let Some(slot) = self.slot_for(layer, from.expert, cache)? else { return Ok(()) };
+                let landed = self.upload(layer, from, slot)?;
+                self.feed.sent(from.record, landed);
+            } else if let Some(next) = next_layer {
+                if !std::mem::replace(&mut self.is_ahead, true) {
+                    let missing = (0..self.counts.len() as u32).filter(|&e| cache.slot_of(next, e).is_none());
+                    self.ahead.begin(next, missing, &*self.backend, below)?;
+                }
+                let Some(from) = self.ahead.next(false, &*self.backend, below)? else { return Ok(()) };
                 let Some(slot) = self.ring_slot()? else { return Ok(()) };
-                self.ahead = expert + 1;
-                self.upload(next, expert, slot)?;
+                let landed = self.upload(next, from, slot)?;
+                self.ahead.sent(from.record, landed);
             } else {
                 return Ok(());
             }
@@ -309,11 +352,11 @@ impl ExpertStream {
         Ok(Some(slot))
     }
 
-    fn upload(&mut self, layer: u32, expert: u32, slot: u32) -> Result<()> {
+    fn upload(&mut self, layer: u32, from: Banked, slot: u32) -> Result<Event> {
         let (bank, record) = (&self.banks[layer as usize], self.wave.record.bytes);
-        let start = expert as usize * record;
+        let start = from.record as usize * record;
         let landed = self.backend.upload(Lane::Copy, bank, start, &self.wave.slot(slot as usize))?;
-        self.arrivals.push_back(Arrival { layer, expert, slot, landed });
-        Ok(())
+        self.arrivals.push_back(Arrival { layer, expert: from.expert, slot, landed });
+        Ok(landed)
     }
 }

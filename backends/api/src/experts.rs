@@ -80,9 +80,11 @@ pub struct ExpertPool {
     pub chunks: Vec<Buffer>,
     /// Slots of each chunk.
     pub slots_per_chunk: usize,
-    /// i32 `[n_layers, n_experts]`: the slot an expert is in, or -1. Written by the compute lane only.
+    /// i32 `[n_layers, n_experts]`: the slot an expert is in, `n_slots + r` where it is read in record `r` of its layer's bank, or
+    /// -1. Written by the compute lane only.
     pub table: View,
-    /// One bank a layer, `[n_experts]` records, where misses come from. Empty when every expert has a slot.
+    /// One bank a layer, where misses come from: the records of all experts, in order, or of those that host memory has room for.
+    /// Empty when every expert has a slot.
     pub banks: Vec<Arc<HostBuffer>>,
 }
 
@@ -138,14 +140,20 @@ impl ExpertPool {
         TableRow {
             n_experts: self.n_experts,
             n_slots: self.n_slots(),
+            n_records: self.n_records(layer),
             first_entry: self.entry(layer, 0),
             n_entries: self.n_layers * self.n_experts,
         }
     }
 
-    /// The record of an expert in its layer's host bank.
-    pub fn banked(&self, layer: u32, expert: u32) -> &[u8] {
-        let start = expert as usize * self.record.bytes;
+    /// Records of a layer's host bank; 0 without one.
+    pub fn n_records(&self, layer: u32) -> usize {
+        self.banks.get(layer as usize).map_or(0, |bank| bank.as_slice().len() / self.record.bytes)
+    }
+
+    /// A record of a layer's host bank.
+    pub fn banked(&self, layer: u32, record: u32) -> &[u8] {
+        let start = record as usize * self.record.bytes;
         &self.banks[layer as usize].as_slice()[start..start + self.record.bytes]
     }
 }

@@ -12,6 +12,7 @@ mod caps;
 pub mod conformance;
 mod error;
 mod experts;
+mod filling;
 mod format;
 mod memory;
 mod ops;
@@ -23,11 +24,12 @@ pub use backend::{Backend, Event, Lane};
 pub use caps::{Caps, Precision};
 pub use error::{Error, Result};
 pub use experts::{ExpertPool, ExpertRecord, ExpertWeights, Experts, record};
+pub use filling::FillingBank;
 pub use format::{Format, e2m1, e4m3, e8m0};
 pub use memory::{Buffer, DeviceMemory, HostBuffer, HostBytes, HostMemory, View, ViewCopy};
 pub use ops::*;
 pub use program::{
-    LinkSample, NOWHERE, NoRoutePoints, ON_HOST, Program, RouteAsk, RoutePoint, RouteReply, RouteServer,
-    Stage, TableChange, TableRow,
+    Banked, Fetch, LinkSample, NOWHERE, NoRoutePoints, ON_HOST, Program, RouteAsk, RoutePoint, RouteReply,
+    RouteServer, Stage, TableChange, TableRow,
 };
 pub use weight::{Banks, Matrix, Weight};

@@ -56,16 +56,41 @@ pub struct TableChange {
     pub slot: i32,
 }
 
+/// An expert, and the record of its layer's bank that it lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Banked {
+    /// Expert id.
+    pub expert: u32,
+    /// Number of the record.
+    pub record: u32,
+}
+
+impl Banked {
+    /// In a bank that holds every expert of its layer, in order.
+    pub fn own(expert: u32) -> Self {
+        Banked { expert, record: expert }
+    }
+}
+
+/// A record on its way from the host bank into a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fetch {
+    /// What, and from where.
+    pub from: Banked,
+    /// Where to.
+    pub slot: u32,
+}
+
 /// What the host answers. Experts in none of the lists are hits; where every route hits, the reply is empty. The lists keep their
 /// capacity from step to step.
 #[derive(Default)]
 pub struct RouteReply {
     /// Applied in order before anything is computed: former owners leave, arrivals enter.
     pub table: Vec<TableChange>,
-    /// (expert, slot): bring the record from the host bank into the slot.
-    pub fetch: Vec<(u32, u32)>,
+    /// Records to bring from the host bank into slots.
+    pub fetch: Vec<Fetch>,
     /// Experts to read from the host bank without a slot.
-    pub read_in_place: Vec<u32>,
+    pub read_in_place: Vec<Banked>,
     /// Experts whose rows the host computes, in [`RouteServer::compute`].
     pub host: Vec<u32>,
 }
@@ -97,6 +122,8 @@ pub struct TableRow {
     pub n_experts: usize,
     /// Numbers of slots.
     pub n_slots: usize,
+    /// Records of the layer's bank.
+    pub n_records: usize,
     /// The layer's first entry in the table.
     pub first_entry: usize,
     /// Entries of the whole table.
@@ -110,7 +137,7 @@ pub const ON_HOST: i32 = -2;
 
 impl RouteReply {
     /// Settles where the experts of a layer are. `places` `[n_experts]` is the layer's row of the table as it was when the device
-    /// asked; then each is a slot, `n_slots + expert` for a record that is read in its bank, [`ON_HOST`], or [`NOWHERE`].
+    /// asked; then each is a slot, `n_slots + record` for a record that is read in its bank, [`ON_HOST`], or [`NOWHERE`].
     ///
     /// # Errors
     /// A sentence about what is wrong with the reply: whatever it is, no routed expert is left out.
@@ -134,15 +161,26 @@ impl RouteReply {
                 *place = change.slot;
             }
         }
-        for &(expert, slot) in &self.fetch {
+        let in_bank = |from: &Banked| match from {
+            Banked { record, .. } if (*record as usize) < row.n_records => Ok(()),
+            Banked { expert, record } => Err(format!(
+                "the reply finds expert {expert} in record {record} of a bank that has {}",
+                row.n_records
+            )),
+        };
+        for Fetch { from, slot } in &self.fetch {
+            let (expert, slot) = (from.expert, *slot);
+            in_bank(from)?;
             if places.get(expert as usize) != Some(&(slot as i32)) {
                 return Err(format!(
                     "the reply fetches expert {expert} into slot {slot}, which its table does not name"
                 ));
             }
         }
-        for &expert in &self.read_in_place {
-            *places.get_mut(expert as usize).ok_or_else(|| unknown(expert))? = n_slots + expert as i32;
+        for from in &self.read_in_place {
+            let place = places.get_mut(from.expert as usize).ok_or_else(|| unknown(from.expert))?;
+            in_bank(from)?;
+            *place = n_slots + from.record as i32;
         }
         for &expert in &self.host {
             *places.get_mut(expert as usize).ok_or_else(|| unknown(expert))? = ON_HOST;
@@ -205,7 +243,7 @@ mod tests {
     use super::*;
 
     /// Layer 1 of 2, five experts, four slots.
-    const ROW: TableRow = TableRow { n_experts: 5, n_slots: 4, first_entry: 5, n_entries: 10 };
+    const ROW: TableRow = TableRow { n_experts: 5, n_slots: 4, n_records: 3, first_entry: 5, n_entries: 10 };
     const SLOTS: [i32; 5] = [2, -1, -1, -1, 0];
 
     fn settled(reply: &RouteReply, ids: [i32; 4]) -> std::result::Result<[i32; 5], String> {
@@ -223,27 +261,34 @@ mod tests {
         let change = |entry, slot| TableChange { entry, slot };
         let reply = RouteReply {
             table: vec![change(5, -1), change(3, -1), change(6, 2)],
-            fetch: vec![(1, 2)],
-            read_in_place: vec![3],
+            fetch: vec![Fetch { from: Banked::own(1), slot: 2 }],
+            read_in_place: vec![Banked { expert: 3, record: 2 }],
             host: vec![2],
         };
-        assert_eq!(settled(&reply, [1, 2, 3, 4]), Ok([-1, 2, ON_HOST, 4 + 3, 0]));
+        assert_eq!(settled(&reply, [1, 2, 3, 4]), Ok([-1, 2, ON_HOST, 4 + 2, 0]));
     }
 
     #[test]
     fn a_reply_that_cannot_be_right_is_an_error() {
         let reply = RouteReply::default;
         let change = |entry, slot| RouteReply { table: vec![TableChange { entry, slot }], ..reply() };
+        let fetch = |expert, record| Fetch { from: Banked { expert, record }, slot: 2 };
         let wrong = [
             (reply(), [0, 1, 0, 0], "expert 1 has no slot"),
             (reply(), [0, 5, 0, 0], "expert 5 is not one"),
             (change(10, 0), [0; 4], "entry 10"),
             (change(5, 4), [0; 4], "puts 4"),
             (change(5, -2), [0; 4], "puts -2"),
-            (RouteReply { fetch: vec![(1, 2)], ..reply() }, [0; 4], "fetches expert 1"),
-            (RouteReply { fetch: vec![(9, 2)], ..reply() }, [0; 4], "fetches expert 9"),
-            (RouteReply { fetch: vec![(0, 2); 6], ..reply() }, [0; 4], "fetches 6 of 5"),
-            (RouteReply { read_in_place: vec![5], ..reply() }, [0; 4], "expert 5"),
+            (RouteReply { fetch: vec![fetch(1, 1)], ..reply() }, [0; 4], "fetches expert 1"),
+            (RouteReply { fetch: vec![fetch(9, 1)], ..reply() }, [0; 4], "fetches expert 9"),
+            (RouteReply { fetch: vec![fetch(1, 3)], ..reply() }, [0; 4], "record 3 of a bank that has 3"),
+            (RouteReply { fetch: vec![fetch(0, 0); 6], ..reply() }, [0; 4], "fetches 6 of 5"),
+            (
+                RouteReply { read_in_place: vec![Banked { expert: 5, record: 0 }], ..reply() },
+                [0; 4],
+                "expert 5",
+            ),
+            (RouteReply { read_in_place: vec![Banked::own(4)], ..reply() }, [0; 4], "record 4"),
         ];
         for (reply, ids, why) in wrong {
             let error = settled(&reply, ids).unwrap_err();

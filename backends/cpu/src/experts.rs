@@ -25,23 +25,29 @@ pub(crate) fn find(op: &ExpertMlp, id: usize) -> Option<Matrices<'_>> {
             let e = &experts[id];
             Some(Matrices { gate: Stored::of(&e.gate), up: Stored::of(&e.up), down: Stored::of(&e.down) })
         }
-        Experts::Pool { pool, layer } => {
-            match usize::try_from(slice::<i32>(&pool.table)[pool.entry(*layer, id as u32)]) {
-                Ok(slot) => Some(in_slot(pool, slot)),
-                Err(_) if op.p.in_place > 0 => Some(in_bank(pool, *layer, id as u32)),
-                Err(_) => None,
-            }
-        }
+        Experts::Pool { pool, layer } => match slice::<i32>(&pool.table)[pool.entry(*layer, id as u32)] {
+            place if place >= 0 => Some(at_place(pool, *layer, place as usize)),
+            _ if op.p.in_place > 0 => Some(in_bank(pool, *layer, id as u32)),
+            _ => None,
+        },
     }
 }
 
-/// The matrices of the record in the host bank of a layer.
-pub(crate) fn in_bank(pool: &ExpertPool, layer: u32, id: u32) -> Matrices<'_> {
-    in_record(&pool.record, pool.banked(layer, id))
+/// The matrices of a record in a slot, or behind the slots in the host bank of a layer.
+pub(crate) fn at_place(pool: &ExpertPool, layer: u32, place: usize) -> Matrices<'_> {
+    match place.checked_sub(pool.n_slots()) {
+        Some(record) => in_bank(pool, layer, record as u32),
+        None => in_slot(pool, place),
+    }
+}
+
+/// The matrices of a record in the host bank of a layer.
+fn in_bank(pool: &ExpertPool, layer: u32, record: u32) -> Matrices<'_> {
+    in_record(&pool.record, pool.banked(layer, record))
 }
 
 /// The matrices of the record in a slot.
-pub(crate) fn in_slot(pool: &ExpertPool, slot: usize) -> Matrices<'_> {
+fn in_slot(pool: &ExpertPool, slot: usize) -> Matrices<'_> {
     let start = slot % pool.slots_per_chunk * pool.record.bytes;
     let chunk = bytes(&pool.chunks[slot / pool.slots_per_chunk]);
     in_record(&pool.record, &chunk[start..start + pool.record.bytes])

@@ -1,13 +1,13 @@
 //! Programs on the CPU: the stages as they are, and route points answered by a call.
 
 use freetoken_backend::{
-    Error, ExpertMlp, ExpertPool, Experts, NOWHERE, Program, Result, RouteAsk, RouteReply, RouteServer,
-    Stage, View,
+    Error, ExpertMlp, ExpertPool, Experts, Fetch, NOWHERE, Program, Result, RouteAsk, RouteReply,
+    RouteServer, Stage, View,
 };
 
 use crate::{
     Cpu,
-    experts::{in_bank, in_slot},
+    experts::at_place,
     fast::{Fast, Scratch},
     memory::{slice, slice_mut},
 };
@@ -41,10 +41,12 @@ impl CpuProgram {
 impl Program for CpuProgram {
     fn replay(&mut self, server: &mut dyn RouteServer) -> Result<()> {
         let CpuProgram { cpu, stages, outputs, reply, places } = self;
-        let mut scratch = cpu.lock();
         for stage in stages {
             match stage {
-                Stage::Ops(ops) => ops.iter().for_each(|op| cpu.0.run(op, &mut scratch)),
+                Stage::Ops(ops) => {
+                    let mut scratch = cpu.lock();
+                    ops.iter().for_each(|op| cpu.0.run(op, &mut scratch));
+                }
                 Stage::Route(point) => {
                     let ((pool, layer), p) = (pool_of(&point.mlp), &point.mlp.p);
                     let (n_rows, top_k) = (p.n_rows as usize, p.top_k as usize);
@@ -58,15 +60,18 @@ impl Program for CpuProgram {
                         link: None,
                     };
                     reply.clear();
+                    // Not under the lock: the host may be this same CPU.
                     server.answer(&ask, reply)?;
                     let row = pool.row(layer);
                     let places = &mut places[..row.n_experts];
                     places.copy_from_slice(&slice(&pool.table)[row.first_entry..][..row.n_experts]);
                     let settled = reply.settle(&row, ask.ids, places);
                     settled.map_err(|why| Error::StepFailed { layer, why })?;
-                    apply(&point.mlp, reply);
                     let fast = cpu.0.fast.as_ref().expect("the reference records no route point");
-                    compute(fast, &point.mlp, reply, &mut scratch);
+                    let mut scratch = cpu.lock();
+                    apply(&point.mlp, reply);
+                    compute(fast, &point.mlp, places, &mut scratch);
+                    drop(scratch);
                     if !reply.host.is_empty() {
                         server.compute(&ask, &reply.host, slice_mut(&point.mlp.parts))?;
                     }
@@ -110,26 +115,20 @@ fn apply(mlp: &ExpertMlp, reply: &RouteReply) {
     for change in &reply.table {
         table[change.entry as usize] = change.slot;
     }
-    for &(expert, slot) in &reply.fetch {
-        slice_mut::<u8>(&pool.slot(slot as usize)).copy_from_slice(pool.banked(layer, expert));
+    for Fetch { from, slot } in &reply.fetch {
+        slice_mut::<u8>(&pool.slot(*slot as usize)).copy_from_slice(pool.banked(layer, from.record));
     }
 }
 
-/// Everything but what the host computes: hits and arrivals from slots, the rest from the host bank.
-fn compute(fast: &Fast, mlp: &ExpertMlp, reply: &RouteReply, scratch: &mut Scratch) {
+/// Everything but what the host computes, at the places that the reply settled.
+fn compute(fast: &Fast, mlp: &ExpertMlp, places: &[i32], scratch: &mut Scratch) {
     let (pool, layer) = pool_of(mlp);
-    let routed = slice::<i32>(&mlp.ids);
+    let place = |id: usize| usize::try_from(places[id]).ok();
     let mut ids = std::mem::take(&mut scratch.ids);
-    for (id, &routed) in ids.iter_mut().zip(routed) {
-        *id = if routed >= 0 && reply.host.contains(&(routed as u32)) { -1 } else { routed };
+    for (id, &routed) in ids.iter_mut().zip(slice::<i32>(&mlp.ids)) {
+        *id = if usize::try_from(routed).is_ok_and(|id| place(id).is_some()) { routed } else { -1 };
     }
-    let find = |expert: usize| {
-        let slot = slice::<i32>(&pool.table)[pool.entry(layer, expert as u32)];
-        Some(match usize::try_from(slot) {
-            Ok(slot) => in_slot(pool, slot),
-            Err(_) => in_bank(pool, layer, expert as u32),
-        })
-    };
+    let find = |id: usize| Some(at_place(pool, layer, place(id)?));
     fast.expert_mlp(mlp, &ids[..(mlp.p.n_rows * mlp.p.top_k) as usize], &find, scratch);
     scratch.ids = ids;
 }

@@ -13,9 +13,9 @@ use std::{
 };
 
 use freetoken_backend::{
-    Activation, Backend, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, MatMul,
-    MatMulParams, Matrix, NoRoutePoints, Op, Precision, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage,
-    TableChange, View, Weight, record,
+    Activation, Backend, Banked, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Fetch, Format,
+    MatMul, MatMulParams, Matrix, NoRoutePoints, Op, Precision, RouteAsk, RoutePoint, RouteReply,
+    RouteServer, Stage, TableChange, View, Weight, record,
 };
 use freetoken_cuda::{CardChoice, Cuda, CudaOptions, Submission, cards};
 
@@ -187,13 +187,13 @@ impl<F: FnMut(&RouteAsk<'_>, &mut RouteReply) -> freetoken_backend::Result<()>> 
 }
 
 fn in_place(_: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Result<()> {
-    reply.read_in_place.extend([1, 4]);
+    reply.read_in_place.extend([1, 4].map(Banked::own));
     Ok(())
 }
 
 fn fetched(_: &RouteAsk<'_>, reply: &mut RouteReply) -> freetoken_backend::Result<()> {
     reply.table.extend([TableChange { entry: 1, slot: 1 }, TableChange { entry: 4, slot: 0 }]);
-    reply.fetch.extend([(1, 1), (4, 0)]);
+    reply.fetch.extend([(1, 1), (4, 0)].map(|(expert, slot)| Fetch { from: Banked::own(expert), slot }));
     Ok(())
 }
 

@@ -61,6 +61,11 @@ impl Bank {
         let Some(buffer) = bank.and_then(WgpuHostMemory::buffer) else {
             return Err("its bank lies in memory that the device does not read".into());
         };
+        if pool.n_records(layer) < pool.n_experts {
+            return Err(
+                "kernels look for an expert in the record of its number, and the bank has fewer".into()
+            );
+        }
         let bytes = pool.record.bytes;
         let per_window = gpu.max_binding() / bytes;
         let most = MAX_BANK_DISPATCHES * gpu.max_window();

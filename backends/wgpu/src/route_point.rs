@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use freetoken_backend::{
-    Error, ExpertMlp, ExpertPool, Experts, HostMemory, LinkSample, NOWHERE, OpSpec, Result, RouteAsk,
-    RouteReply, RouteServer,
+    Banked, Error, ExpertMlp, ExpertPool, Experts, Fetch, HostMemory, LinkSample, NOWHERE, OpSpec, Result,
+    RouteAsk, RouteReply, RouteServer,
 };
 use wgpu::{BufferDescriptor, BufferUsages};
 
@@ -98,7 +98,7 @@ impl Guests {
     /// Computes the routes of these experts, as many at a time as there are slots.
     fn run(
         &mut self,
-        experts: &[u32],
+        experts: &[Banked],
         pool: &ExpertPool,
         bank: &WgpuHostMemory,
         commands: &mut Commands<'_>,
@@ -107,9 +107,10 @@ impl Guests {
         let bytes = pool.record.bytes;
         for experts in experts.chunks(self.n_slots) {
             self.entries.fill(-1);
-            for (slot, &expert) in experts.iter().enumerate() {
-                self.entries[expert as usize] = slot as i32;
-                commands.bring(staging, bank, expert as usize * bytes, &self.slots, slot * bytes, bytes)?;
+            for (slot, from) in experts.iter().enumerate() {
+                self.entries[from.expert as usize] = slot as i32;
+                let start = from.record as usize * bytes;
+                commands.bring(staging, bank, start, &self.slots, slot * bytes, bytes)?;
             }
             // A write does not wait for what is not submitted.
             commands.submit();
@@ -307,10 +308,10 @@ impl RoutePoint {
         if let Some(stamps) = stamps {
             stamps.write(0, commands.encoder());
         }
-        for &(expert, slot) in &reply.fetch {
-            let slot = pool.slot(slot as usize);
+        for Fetch { from, slot } in &reply.fetch {
+            let slot = pool.slot(*slot as usize);
             let (to, at) = (buffer(slot.buffer()), slot.range().start);
-            commands.bring(staging, bank(), expert as usize * bytes, to, at, bytes)?;
+            commands.bring(staging, bank(), from.record as usize * bytes, to, at, bytes)?;
         }
         if let Some(stamps) = stamps {
             stamps.write(1, commands.encoder());
@@ -380,13 +381,13 @@ fn write_letter(
     letter: &mut WgpuHostMemory,
     n_experts: usize,
     reply: &RouteReply,
-    in_place: &[u32],
+    in_place: &[Banked],
 ) -> usize {
     let words: &mut [i32] = bytemuck::cast_slice_mut(letter.bytes_mut());
     let (entries, rest) = words.split_at_mut(n_experts);
     entries.fill(-1);
-    reply.fetch.iter().for_each(|&(expert, slot)| entries[expert as usize] = slot as i32);
-    in_place.iter().for_each(|&expert| entries[expert as usize] = IN_PLACE);
+    reply.fetch.iter().for_each(|fetch| entries[fetch.from.expert as usize] = fetch.slot as i32);
+    in_place.iter().for_each(|from| entries[from.expert as usize] = IN_PLACE);
     let (n_changes, changes) = rest.split_at_mut(1);
     n_changes[0] = reply.table.len() as i32;
     for (words, change) in changes.chunks_exact_mut(2).zip(&reply.table) {

@@ -10,9 +10,9 @@ use std::{
 use anyhow::{Result, ensure};
 use clap::Args;
 use freetoken_backend::{
-    Backend, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, HostBuffer, Lane, LinkSample,
-    NoRoutePoints, Op, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange, View,
-    record,
+    Backend, Banked, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Fetch, Format, HostBuffer, Lane,
+    LinkSample, NoRoutePoints, Op, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage,
+    TableChange, View, record,
 };
 
 use super::{
@@ -297,7 +297,7 @@ impl RouteServer for Server<'_> {
         for expert in ask.ids[..self.missing].iter().map(|&id| id as u32) {
             match self.way {
                 Way::Slots => {}
-                Way::InPlace => reply.read_in_place.push(expert),
+                Way::InPlace => reply.read_in_place.push(Banked::own(expert)),
                 Way::Host => reply.host.push(expert),
                 Way::Fetched => {
                     let slot = self.pool.n_experts + self.next;
@@ -306,7 +306,7 @@ impl RouteServer for Server<'_> {
                         reply.table.push(TableChange { entry: owner, slot: -1 });
                     }
                     reply.table.push(TableChange { entry, slot: slot as i32 });
-                    reply.fetch.push((expert, slot as u32));
+                    reply.fetch.push(Fetch { from: Banked::own(expert), slot: slot as u32 });
                     self.next = (self.next + 1) % self.owners.len();
                 }
             }

@@ -19,7 +19,7 @@ use std::{collections::BTreeMap, path::Path};
 
 use freetoken_backend::HostBytes;
 
-use super::{FormatError, Tensor, error::shorten, json, mapped::open_file};
+use super::{FormatError, Tensor, error::shorten, json, mapped::open_file, read::LazyFile};
 use fault::IndexFault;
 pub use index::{Entry, Index, Kind};
 use names::View;
@@ -135,6 +135,11 @@ impl Tensors {
     pub fn records(&self, moe_layer: usize) -> Option<Records<'_>> {
         let entry = &self.ftw.index.entries[*self.layers.get(moe_layer)?];
         Some(Records::new(entry, &self.ftw.region))
+    }
+
+    /// The file that these bytes are mapped from and their place in it, if a shard is it.
+    pub(super) fn locate(&self, bytes: &HostBytes) -> Option<(&LazyFile, u64)> {
+        self.ftw.region.locate(bytes)
     }
 
     /// Whether there is a tensor of that name.

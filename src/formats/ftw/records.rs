@@ -73,6 +73,17 @@ impl<'a> Records<'a> {
         let at = |expert: usize| self.entry.range.start + (expert * self.record().bytes) as u64;
         self.region.read(&(at(experts.start)..at(experts.end)), into, progress)
     }
+
+    /// Reads bytes of one record from `start` on, as many as `into` has, on this thread alone. Asserts that they lie in it.
+    ///
+    /// # Errors
+    /// [`FormatError`] naming the shard and the place in it.
+    pub fn read_here(&self, expert: usize, start: usize, into: &mut [u8]) -> Result<(), FormatError> {
+        let bytes = self.record().bytes;
+        assert!(expert < self.n_experts() && start + into.len() <= bytes, "bytes of a record of this layer");
+        let at = self.entry.range.start + (expert * bytes + start) as u64;
+        self.region.read_here(&(at..at + into.len() as u64), into)
+    }
 }
 
 /// Places of the entries of records among all, in the order of the layers, each of which has one. `label` is the index, for errors.

@@ -8,7 +8,7 @@ use super::{
     super::{
         FormatError,
         mapped::MappedFile,
-        read::{LazyFile, Read, read_all},
+        read::{LazyFile, Read, place_in, read_all, read_here},
     },
     fault::IndexFault,
     index::Index,
@@ -59,6 +59,11 @@ impl Region {
         Ok(Region { shards })
     }
 
+    /// The file that these bytes are mapped from and their place in it, if a shard is it.
+    pub(super) fn locate(&self, bytes: &HostBytes) -> Option<(&LazyFile, u64)> {
+        self.shards.iter().find_map(|shard| Some((&shard.file, place_in(&shard.bytes, bytes)?)))
+    }
+
     /// Where the shards are, in their order.
     pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|shard| shard.file.path())
@@ -101,6 +106,18 @@ impl Region {
             reads.push(Read { file: shard.file.open()?, offset: part.start as u64, into });
         }
         read_all(reads, progress)
+    }
+
+    /// Reads bytes of the region on this thread alone, past the page cache where that can be.
+    ///
+    /// # Errors
+    /// [`FormatError`] naming the shard and the place in it.
+    pub(super) fn read_here(&self, range: &Range<u64>, mut into: &mut [u8]) -> Result<(), FormatError> {
+        for (shard, part) in self.parts(range) {
+            let into = into.split_off_mut(..part.len()).expect("memory for the whole range");
+            read_here(Read { file: shard.file.open()?, offset: part.start as u64, into })?;
+        }
+        Ok(())
     }
 
     /// The shards that a range touches, and its part of each, counted from the start of the shard.

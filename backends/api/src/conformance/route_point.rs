@@ -14,8 +14,9 @@ use super::{
     weights,
 };
 use crate::{
-    Backend, Banks, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, NoRoutePoints, Precision,
-    Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange, View, record,
+    Backend, Banked, Banks, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Fetch, Format,
+    NoRoutePoints, Precision, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange,
+    View, record,
 };
 
 /// A step that breaks off must have ended by then.
@@ -345,15 +346,15 @@ impl RouteServer for Server<'_> {
                 }
                 mirror.slot_of[entry as usize] = slot as i32;
                 reply.table.push(TableChange { entry, slot: slot as i32 });
-                reply.fetch.push((expert, slot as u32));
+                reply.fetch.push(Fetch { from: Banked::own(expert), slot: slot as u32 });
                 continue;
             }
             if choices.read_in_place && (pick <= 1 || !choices.host) {
-                reply.read_in_place.push(expert);
+                reply.read_in_place.push(Banked::own(expert));
             } else if choices.host {
                 reply.host.push(expert);
             } else {
-                reply.read_in_place.push(expert);
+                reply.read_in_place.push(Banked::own(expert));
             }
         }
         Ok(())

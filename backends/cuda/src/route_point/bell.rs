@@ -58,9 +58,13 @@ const SPINS: usize = 64;
 /// The driver is asked whether it still works once in so much time.
 const QUERY: Duration = Duration::from_millis(1);
 
-/// Whether a route point of this size can be answered inside a graph.
+/// Whether a route point can be answered inside a graph: by its size, and since its bank has every expert. What a bank lacks is read
+/// from a disk first, which may take longer than the device waits.
 pub(crate) fn fits(mlp: &ExpertMlp) -> bool {
-    mlp.p.n_rows <= MAX_DECODE_ROWS && mlp.p.n_experts as usize <= MAX_EXPERTS
+    let (pool, layer) = pool_of(mlp);
+    mlp.p.n_rows <= MAX_DECODE_ROWS
+        && pool.n_experts <= MAX_EXPERTS
+        && pool.n_records(layer) >= pool.n_experts
 }
 
 /// Words that host and device write while a graph runs.
@@ -411,7 +415,7 @@ fn write_answer(
             *slot = NOWHERE;
         }
     }
-    let fetched = reply.fetch.iter().flat_map(|&(expert, slot)| [expert as i32, slot as i32]);
+    let fetched = reply.fetch.iter().flat_map(|fetch| [fetch.from.record as i32, fetch.slot as i32]);
     let changed = reply.table.iter().flat_map(|change| [change.entry as i32, change.slot]);
     lists.iter_mut().zip(fetched.chain(changed)).for_each(|(word, value)| *word = value);
     let (n_fetched, n_changes) = (reply.fetch.len() as u32, reply.table.len() as u32);
@@ -423,7 +427,7 @@ fn write_answer(
 mod tests {
     use freetoken_backend::TableChange;
 
-    use freetoken_backend::{ON_HOST, TableRow};
+    use freetoken_backend::{Banked, Fetch, ON_HOST, TableRow};
 
     use super::*;
 
@@ -432,7 +436,7 @@ mod tests {
         n_rows: 2,
         top_k: 2,
         hidden: 8,
-        row: TableRow { n_experts: 5, n_slots: 4, first_entry: 5, n_entries: 10 },
+        row: TableRow { n_experts: 5, n_slots: 4, n_records: 3, first_entry: 5, n_entries: 10 },
     };
 
     #[test]
@@ -440,16 +444,16 @@ mod tests {
         let change = |entry, slot| TableChange { entry, slot };
         let reply = RouteReply {
             table: vec![change(9, -1), change(6, 0)],
-            fetch: vec![(1, 0)],
-            read_in_place: vec![3],
+            fetch: vec![Fetch { from: Banked { expert: 1, record: 2 }, slot: 0 }],
+            read_in_place: vec![Banked { expert: 3, record: 1 }],
             host: vec![2],
         };
         let mut answer = [99; 5 * ANSWER_WORDS];
         // Expert 4 leaves its slot to expert 1; expert 0 hits.
         let counts = write_answer(&SIZES, &reply, &[1, 2, 3, 0], &[2, -1, -1, -1, 0], &mut answer);
         assert_eq!(counts, Ok(1 | 2 << 12 | 1 << 24));
-        assert_eq!(answer[..5], [NOWHERE, 0, ON_HOST, 4 + 3, NOWHERE]);
-        assert_eq!(answer[5..12], [1, 0, 9, -1, 6, 0, 99]);
+        assert_eq!(answer[..5], [NOWHERE, 0, ON_HOST, 4 + 1, NOWHERE]);
+        assert_eq!(answer[5..12], [2, 0, 9, -1, 6, 0, 99]);
     }
 
     #[test]
@@ -461,6 +465,7 @@ mod tests {
             row: TableRow {
                 n_experts: MAX_EXPERTS,
                 n_slots: MAX_EXPERTS,
+                n_records: MAX_EXPERTS,
                 n_entries: MAX_EXPERTS,
                 first_entry: 0,
             },
@@ -469,7 +474,7 @@ mod tests {
         let slots = |slot: fn(u32) -> i32| (0..n).map(move |entry| TableChange { entry, slot: slot(entry) });
         let reply = RouteReply {
             table: slots(|_| -1).chain(slots(|entry| entry as i32)).collect(),
-            fetch: (0..n).map(|expert| (expert, expert)).collect(),
+            fetch: (0..n).map(|expert| Fetch { from: Banked::own(expert), slot: expert }).collect(),
             ..RouteReply::default()
         };
         let mut answer = vec![99; MAX_EXPERTS * ANSWER_WORDS];

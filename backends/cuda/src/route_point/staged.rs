@@ -3,7 +3,9 @@
 
 use std::{ops::Range, sync::Arc};
 
-use freetoken_backend::{Buffer, ExpertMlp, HostMemory, Result, RouteAsk, RouteReply, RouteServer, View};
+use freetoken_backend::{
+    Buffer, ExpertMlp, Fetch, HostMemory, Result, RouteAsk, RouteReply, RouteServer, View,
+};
 
 use super::{Point, Sizes, sections};
 use crate::{
@@ -128,10 +130,10 @@ impl StagedPoint {
             let entry = change.entry as usize * 4;
             driver.write_word(stream, table.slice(entry..entry + 4), change.slot as u32)?;
         }
-        for &(expert, slot) in &reply.fetch {
-            let start = expert as usize * pool.record.bytes;
+        for Fetch { from, slot } in &reply.fetch {
+            let start = from.record as usize * pool.record.bytes;
             let record = self.bank.slice(start..start + pool.record.bytes);
-            driver.copy(stream, memory::span(&pool.slot(slot as usize)), record)?;
+            driver.copy(stream, memory::span(&pool.slot(*slot as usize)), record)?;
         }
         Ok(())
     }
