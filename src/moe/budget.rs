@@ -7,9 +7,10 @@ use std::{fmt, str::FromStr};
 const MARGIN_SHARE: u64 = 32;
 /// The least of it.
 const MARGIN_BYTES: u64 = 256 << 20;
-/// Records that are on their way in a prefill, at most, and as a part of all slots.
-const RING_SLOTS: usize = 64;
-const RING_SHARE: usize = 4;
+/// Records that are on their way in a prefill, at most, and as a part of the slots beside them. The link rests while they wait for
+/// the attention of a long prompt, so that they should be most of a layer's.
+const RING_SLOTS: usize = 96;
+const RING_SHARE: usize = 3;
 /// The ring as a part of all records of a device that has one memory with the host.
 const HOST_RING_SHARE: usize = 8;
 /// Fewer would leave nothing to stream while something is computed.
@@ -367,21 +368,21 @@ mod tests {
     fn what_fits_is_resident_and_what_does_not_is_cached() {
         assert_eq!(planned(Some(40 * GIB), None, None), Ok(ExpertPlan::Resident));
         assert_eq!(planned(None, None, None), Ok(ExpertPlan::Resident));
-        // 8 GiB: 3 and a margin of 1/4 are taken; 4.75 GiB hold 608 records, 64 of them the ring.
-        assert_eq!(planned(Some(8 * GIB), None, None), cached(544, 64, Some(0)));
+        // 8 GiB: 3 and a margin of 1/4 are taken; 4.75 GiB hold 608 records, 96 of them the ring.
+        assert_eq!(planned(Some(8 * GIB), None, None), cached(512, 96, Some(0)));
         assert_eq!(planned(Some(40 * GIB), Some(8 * GIB), None), planned(Some(8 * GIB), None, None));
     }
 
     #[test]
     fn a_cache_is_as_large_as_was_asked_for() {
         // 40 GiB: 3 and a margin of 1.25 are taken, the rest is 36,608 MiB.
-        assert_eq!(planned(Some(40 * GIB), None, Some("25%")), cached(768, 64, Some(36_608 - 832 * 8)));
-        assert_eq!(planned(Some(40 * GIB), None, Some("2GiB")), cached(256, 64, Some(36_608 - 320 * 8)));
+        assert_eq!(planned(Some(40 * GIB), None, Some("25%")), cached(768, 96, Some(36_608 - 864 * 8)));
+        assert_eq!(planned(Some(40 * GIB), None, Some("2GiB")), cached(256, 85, Some(36_608 - 341 * 8)));
         assert_eq!(planned(Some(8 * GIB), None, Some("2slots")), cached(2, 2, Some(4864 - 32)));
         assert_eq!(planned(None, None, Some("0%")), cached(0, 2, None));
         assert_eq!(
             planned(Some(8 * GIB), None, Some("50%")),
-            Err(BudgetError::CacheTooLarge { asked: 1536, fits: 544 })
+            Err(BudgetError::CacheTooLarge { asked: 1536, fits: 512 })
         );
     }
 
@@ -442,7 +443,7 @@ mod tests {
             Ok(Some(ExpertPlan::Cached { n_slots: 0, n_ring, spare, budget, n_records: Some(n_records) }))
         };
         assert_eq!(planned(24 << 10), Ok(None));
-        assert_eq!(planned(8 << 10), cached(64, 960));
+        assert_eq!(planned(8 << 10), cached(96, 928));
         assert_eq!(planned(8 * 160), cached(20, 140));
         assert_eq!(planned(8 * 55), cached(6, 49));
         let text = planned(8 * 49).unwrap_err().to_string();

@@ -200,11 +200,13 @@ impl ExpertStream {
             }
         }
         assert!(self.arrivals.iter().all(|arrival| arrival.layer == layer), "arrivals of another step");
-        // Each wave costs a pass over all routes: what came while the layer's attention ran goes with the hits.
-        let n_landed = self.n_landed()?;
-        if streamed.n_hits > 0 || n_landed > 0 {
-            self.compute(n_landed, mlp)?;
-            streamed.n_fetched += n_landed as u64;
+        // Each wave costs a pass over all routes. Where nothing is to come any more there is one; else the ring has room again soon.
+        let n_coming = self.arrivals.len();
+        let is_last = streamed.n_hits + n_coming as u64 == n_used as u64 && self.have_landed()?;
+        let n_first = if is_last { n_coming } else { 0 };
+        if streamed.n_hits > 0 || n_first > 0 {
+            self.compute(n_first, mlp)?;
+            streamed.n_fetched += n_first as u64;
         }
         self.begin(layer, cache, &mut below)?;
         loop {
@@ -224,14 +226,9 @@ impl ExpertStream {
         Ok(streamed)
     }
 
-    /// Records in front that are there already.
-    fn n_landed(&self) -> Result<usize> {
-        for (n, arrival) in self.arrivals.iter().enumerate() {
-            if !self.backend.reached(arrival.landed)? {
-                return Ok(n);
-            }
-        }
-        Ok(self.arrivals.len())
+    /// Whether all records that were sent are there. They land in their order.
+    fn have_landed(&self) -> Result<bool> {
+        self.arrivals.back().map_or(Ok(true), |last| self.backend.reached(last.landed))
     }
 
     /// Computes the experts in `table` and the first `n` that arrive, once they are there. These are done then, and their slots of the

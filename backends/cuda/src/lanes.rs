@@ -8,7 +8,7 @@ use freetoken_backend::{Event, Lane, Result};
 use crate::memory::{Device, WAIT_LIMIT, no_answer};
 
 /// Events that a lane keeps. A wait for one that is older waits for the one that took its place, which lies behind it.
-const KEPT: u64 = 64;
+const KEPT: u64 = 256;
 
 /// One queue.
 pub(crate) struct Queue {
