@@ -44,8 +44,8 @@ pub struct Rates {
     /// Seconds of the combine (t_c).
     pub combine_seconds: f64,
     /// Seconds that a route point takes for its first fetch beside the bytes; below zero where the host takes that much more than
-    /// its bytes. Learnt from the running model alone.
-    #[serde(default)]
+    /// its bytes. Learnt from the running model alone, and not kept.
+    #[serde(skip)]
     pub fetch_seconds: f64,
     /// Whether fetches run beside the hits, in a lane of their own.
     pub copy_lane: bool,

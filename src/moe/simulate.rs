@@ -8,7 +8,7 @@ use freetoken_backend::RouteReply;
 use super::{
     cache::{ExpertCache, Policy},
     cost::{ExpertCost, FromDisk, Misses, Rates},
-    plan::{Mode, PlanError, Planned, Planner, PlannerOptions},
+    plan::{PlanError, Planned, Planner, PlannerOptions},
     trace::Trace,
 };
 
@@ -120,24 +120,6 @@ pub fn replay(
     Ok(outcome)
 }
 
-/// The same replay in several modes, each from an empty cache.
-///
-/// # Errors
-/// Those of [`Planner::new`] and [`Planner::plan`].
-pub fn compare_modes(
-    machine: &Machine,
-    options: &PlannerOptions,
-    modes: &[Mode],
-    trace: &Trace,
-    n_warm_up: usize,
-) -> Result<Vec<(Mode, Outcome)>, PlanError> {
-    let outcome = |&mode| {
-        let mut planner = Planner::new(PlannerOptions { mode, ..*options })?;
-        Ok((mode, replay(machine, &mut planner, trace, n_warm_up)?))
-    };
-    modes.iter().map(outcome).collect()
-}
-
 /// Share of the distinct experts of each route point that are in a slot when every miss is fetched, after `n_warm_up`
 /// steps.
 pub fn hit_rate(trace: &Trace, n_slots: usize, policy: Policy, n_warm_up: usize) -> f64 {
@@ -222,7 +204,7 @@ fn share(n: u64, of: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use crate::moe::{
-        plan::Choices,
+        plan::{Choices, Mode},
         trace::{Preference, Routing, TraceWriter},
     };
 
@@ -279,9 +261,13 @@ mod tests {
         (share * (N_LAYERS * N_EXPERTS) as f64) as usize
     }
 
+    /// Replays in [`MODES`], each from an empty cache.
     fn outcomes(options: &PlannerOptions, trace: &Trace) -> Vec<Outcome> {
-        let compared = compare_modes(&MACHINE, options, &MODES, trace, 100).unwrap();
-        compared.into_iter().map(|(_, outcome)| outcome).collect()
+        let outcome = |mode| {
+            let mut planner = Planner::new(PlannerOptions { mode, ..*options }).unwrap();
+            replay(&MACHINE, &mut planner, trace, 100).unwrap()
+        };
+        MODES.map(outcome).into()
     }
 
     /// Steps a second of [`MODES`], and the hit rate of the first, as they were when this was written.

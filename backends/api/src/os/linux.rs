@@ -61,11 +61,6 @@ pub(super) fn cpu_name() -> Option<String> {
     Some(name.trim().to_owned())
 }
 
-pub(super) fn numa_nodes() -> usize {
-    let online = read_to_string("/sys/devices/system/node/online").ok();
-    online.and_then(|text| parse_cpu_list(&text)).map_or(1, |nodes| nodes.len().max(1))
-}
-
 pub(super) fn advise_huge_pages(map: &MmapMut) {
     // Kernels without transparent huge pages refuse; the memory then has small pages.
     let _ = map.advise(Advice::HugePage);

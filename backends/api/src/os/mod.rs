@@ -52,11 +52,6 @@ pub fn cpu_name() -> String {
     imp::cpu_name().unwrap_or_else(|| format!("{} processor", std::env::consts::ARCH))
 }
 
-/// NUMA nodes of the machine, at least 1.
-pub fn numa_nodes() -> usize {
-    imp::numa_nodes()
-}
-
 /// Hints that `bytes`, usually a range of a memory-mapped file, will not be read again soon, so that its pages are the
 /// first to be reclaimed. The contents stay: a later read brings them back from the file.
 pub fn drop_pages(bytes: &[u8]) {
@@ -116,7 +111,6 @@ mod tests {
         if let (Some(available), Some(total)) = (available_memory(), total_memory()) {
             assert!(0 < available && available <= total, "{available} of {total}");
         }
-        assert!(numa_nodes() >= 1);
         assert!(!cpu_name().is_empty());
     }
 

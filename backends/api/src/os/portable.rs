@@ -34,10 +34,6 @@ pub(super) fn cpu_name() -> Option<String> {
     std::env::var("PROCESSOR_IDENTIFIER").ok()
 }
 
-pub(super) fn numa_nodes() -> usize {
-    1
-}
-
 pub(super) fn advise_huge_pages(_map: &MmapMut) {}
 
 pub(super) fn drop_pages(_bytes: &[u8]) {}
