@@ -218,7 +218,9 @@ impl Synthetic {
             let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
             piece.map(|Piece { tensor, start, out }| {
                 match tensor.dtype {
-                    Dtype::BF16 => self.fill(tensor, start / size_of::<bf16>(), bytemuck::cast_slice_mut(out)),
+                    Dtype::BF16 => {
+                        self.fill(tensor, start / size_of::<bf16>(), bytemuck::cast_slice_mut(out))
+                    }
                     _ => self.fill_quantised(tensor, start, out),
                 }
                 filled.fetch_add(out.len() as u64, Ordering::Relaxed);
