@@ -11,8 +11,8 @@ use freetoken::golden;
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
 
-const TAKEN: [&str; 5] =
-    ["qwen3_moe-bf16", "qwen3-bf16", "llama-bf16", "qwen3_5_moe-bf16", "qwen3_5_moe-f32"];
+const TAKEN: [&str; 6] =
+    ["qwen3_moe-bf16", "qwen3-bf16", "llama-bf16", "qwen3_5_moe-bf16", "qwen3_5_moe-f32", "qwen3_next-bf16"];
 /// Codes and scales as their publishers store them; expected outputs are those of the dequantised weights.
 const QUANTISED: [&str; 6] = [
     "qwen3_moe-fp8-block",

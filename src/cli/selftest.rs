@@ -10,7 +10,7 @@ use super::{
     model::DeviceArgs,
     terminal::{note, print_line},
 };
-use crate::{devices, golden, model_files::ModelFiles};
+use crate::{devices, golden, model_files::ModelFiles, models::Inventory};
 
 /// Check that a device computes what it should.
 ///
@@ -48,7 +48,10 @@ pub(super) fn run(args: SelftestArgs) -> Result<()> {
         if !name.contains(&args.only) {
             continue;
         }
-        let is_sparse = ModelFiles::open(Some(&dir))?.config().text("model_type")?.contains("moe");
+        let files = ModelFiles::open(Some(&dir))?;
+        let inventory =
+            Inventory::of_checkpoint(&files.config(), files.checkpoint(), &*devices::reference())?;
+        let is_sparse = inventory.sizes.moe.is_some();
         let placements = if is_sparse { golden::PLACEMENTS } else { &golden::PLACEMENTS[..1] };
         for placement in placements.iter().filter(|placement| placement.suits(caps)) {
             let report = golden::run_placed(&dir, &device, &host, placement)?;

@@ -13,7 +13,7 @@
 //! A global is one number, or one for each row, as the seed system has it.
 //! Codes, and scales of 4-bit codes, are used as they lie in the file. Scales of fp8 are spread: each row gets its own.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use freetoken_backend::{ExpertRecord, Format, HostBytes, e8m0};
 use half::{bf16, f16};
@@ -38,6 +38,28 @@ pub struct HostMatrix {
     pub scales: Option<HostBytes>,
     /// f32 `[rows]`, where the format has a global factor.
     pub globals: Option<HostBytes>,
+}
+
+impl HostMatrix {
+    /// Its rows in another order, copied.
+    pub fn reordered(&self, order: &[Range<usize>]) -> Self {
+        let copied = |from: &HostBytes, row_bytes: usize| {
+            let mut copy = Vec::with_capacity(from.len());
+            for rows in order {
+                copy.extend_from_slice(&from.as_slice()[rows.start * row_bytes..rows.end * row_bytes]);
+            }
+            copy.into_host()
+        };
+        let (format, cols) = (self.format, self.cols);
+        HostMatrix {
+            format,
+            rows: order.iter().map(ExactSizeIterator::len).sum(),
+            cols,
+            codes: copied(&self.codes, format.row_bytes(cols)),
+            scales: self.scales.as_ref().map(|scales| copied(scales, format.scale_row_bytes(cols))),
+            globals: self.globals.as_ref().map(|globals| copied(globals, size_of::<f32>())),
+        }
+    }
 }
 
 /// What is wrong with a quantised weight.

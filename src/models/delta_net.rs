@@ -1,7 +1,7 @@
 //! A gated delta net in place of attention: norm, projections, a short convolution, a state that each token reads and corrects, output
 //! projection. What it keeps of a sequence does not grow.
 //!
-//! Source: `Qwen3_5GatedDeltaNet` of Hugging Face transformers.
+//! Source: `Qwen3_5GatedDeltaNet` and `Qwen3NextGatedDeltaNet` of Hugging Face transformers.
 
 use freetoken_backend::{
     Activation, GatedDelta, GatedDeltaParams, MAX_CONV_KERNEL, Matrix, Op, ShortConv, ShortConvParams, Weight,
@@ -34,12 +34,21 @@ pub(super) fn sizes(config: &ConfigFile<'_>, n_layers: usize) -> Result<Recurren
     })
 }
 
+/// How the checkpoints of a family store what a delta net makes of its input.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum InProjections {
+    /// `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
+    Apart,
+    /// `in_proj_qkvz` and `in_proj_ba`, whose rows come key head by key head: what belongs to the first, then to the next.
+    ByKeyHead,
+}
+
 /// The weights of a layer.
 pub(super) struct DeltaNet {
     input_layernorm: Weight,
     /// q, k and v over z, and over b and a where all have one format.
     in_proj: Matrix,
-    /// b over a, where they have a format of their own.
+    /// b over a, where they are stored apart.
     ba_proj: Option<Matrix>,
     /// `[channels, kernel]`
     conv1d: Weight,
@@ -56,6 +65,7 @@ impl DeltaNet {
     pub(super) fn load(
         config: &ConfigFile<'_>,
         s: &Sizes,
+        stored: InProjections,
         [layer, state]: [usize; 2],
         weights: &mut Weights<'_>,
     ) -> Result<Self, ModelError> {
@@ -63,21 +73,33 @@ impl DeltaNet {
         let name = |what: &str| format!("model.layers.{layer}.{what}");
         let linear = |what: &str| name(&format!("linear_attn.{what}"));
         let (heads, values) = (r.n_value_heads, r.value_width());
-        let mut pieces =
-            vec![(linear("in_proj_qkv.weight"), r.channels()), (linear("in_proj_z.weight"), values)];
-        let ba = [(linear("in_proj_b.weight"), heads), (linear("in_proj_a.weight"), heads)];
-        let ba_proj = match weights.are_alike(&pieces[0].0, &ba[0].0) {
-            true => {
-                pieces.extend(ba);
-                None
+        let (in_proj, ba_proj) = match stored {
+            InProjections::Apart => {
+                let mut pieces =
+                    vec![(linear("in_proj_qkv.weight"), r.channels()), (linear("in_proj_z.weight"), values)];
+                let ba = [(linear("in_proj_b.weight"), heads), (linear("in_proj_a.weight"), heads)];
+                let ba_proj = match weights.are_alike(&pieces[0].0, &ba[0].0) {
+                    true => {
+                        pieces.extend(ba);
+                        None
+                    }
+                    false => Some(weights.stacked(&ba, s.hidden)?),
+                };
+                (weights.stacked(&pieces, s.hidden)?, ba_proj)
             }
-            false => Some(weights.stacked(&ba, s.hidden)?),
+            InProjections::ByKeyHead => {
+                let (n, of_one) = (r.n_key_heads, heads / r.n_key_heads);
+                let qkvz = [r.key_dim, r.key_dim, of_one * r.value_dim, of_one * r.value_dim];
+                let ba_proj =
+                    weights.part_by_part(&linear("in_proj_ba.weight"), n, &[of_one, of_one], s.hidden)?;
+                (weights.part_by_part(&linear("in_proj_qkvz.weight"), n, &qkvz, s.hidden)?, Some(ba_proj))
+            }
         };
         let constants =
             [(linear("A_log"), heads), (linear("dt_bias"), heads), (linear("norm.weight"), r.value_dim)];
         Ok(DeltaNet {
             input_layernorm: weights.norm(&name("input_layernorm.weight"), s.hidden)?,
-            in_proj: weights.stacked(&pieces, s.hidden)?,
+            in_proj,
             ba_proj,
             conv1d: weights.channel_taps(&linear("conv1d.weight"), r.channels(), r.kernel)?,
             constants: weights.joined_f32(&constants)?,

@@ -5,10 +5,10 @@
 //! |---|---|---|---|---|
 //! | fp8, as Qwen publishes it | fp8 | fp8 | fp8 | |
 //! | nvfp4, as NVIDIA publishes Qwen3.6 | nvfp4 | nvfp4 | fp8 | nvfp4 |
-//! | mxfp4, as OpenAI publishes gpt-oss | mxfp4 | | | |
+//! | mxfp4, what gpt-oss quantises | mxfp4 | | | |
 //!
 //! What has no word stays as it is, and so do the gates, the embedding, and what decides how fast a delta net forgets. Experts that
-//! share a tensor get one each: all of these publishers write quantised ones so.
+//! share a tensor get one each, as Qwen and NVIDIA write them.
 
 use freetoken_backend::Format;
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ use crate::formats::{
 /// A matrix that codes of a format cannot be written for.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "`{module}` has rows of {cols} columns, and {format} takes whole groups of {group}: give another --format"
+    "`{module}` has rows of {cols} columns, and {format} takes whole groups of {group}: choose another format"
 )]
 pub struct Ungrouped {
     module: String,
@@ -74,7 +74,7 @@ pub fn quantization_config(format: Format) -> Option<Value> {
 fn format_of(module: &str, format: Format) -> Format {
     let (parent, name) = module.rsplit_once('.').unwrap_or(("", module));
     let is_projection = name.ends_with("_proj") || name.starts_with("in_proj_");
-    let is_rate = ["in_proj_a", "in_proj_b"].contains(&name);
+    let is_rate = ["in_proj_a", "in_proj_b", "in_proj_ba"].contains(&name);
     let is_mixer = parent.ends_with(".self_attn") || parent.ends_with(".linear_attn");
     match format {
         Format::Mxfp4 if parent.contains(".experts") => format,

@@ -14,6 +14,7 @@ mod qwen3;
 mod qwen3_5;
 mod qwen3_5_moe;
 mod qwen3_moe;
+mod qwen3_next;
 mod rope;
 mod stored_experts;
 mod synthetic;
@@ -180,12 +181,13 @@ pub fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result<Box<dy
         "qwen3_moe" => Box::new(qwen3_moe::load(config, weights)?),
         "qwen3_5" | "qwen3_5_text" => Box::new(qwen3_5::load(config, weights)?),
         "qwen3_5_moe" | "qwen3_5_moe_text" => Box::new(qwen3_5_moe::load(config, weights)?),
+        "qwen3_next" => Box::new(qwen3_next::load(config, weights)?),
         other => return Err(config.unknown_model_type(other).into()),
     })
 }
 
 /// Architectures that [`load`] knows, as `config.json` names them.
-pub const MODEL_TYPES: [&str; 5] = ["llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"];
+pub const MODEL_TYPES: [&str; 6] = ["llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"];
 
 /// The fields of a published shape, for checkpoints that are made up.
 ///

@@ -7,7 +7,7 @@ use super::{
     ConfigError, ConfigFile, ModelError, Rope, Sizes, Weights,
     blocks::{self, AttentionStyle, Ends, Mlp, SelfAttention},
     decoder::{Decoder, FeedForward, Mixer},
-    delta_net::{self, DeltaNet},
+    delta_net::{self, DeltaNet, InProjections},
     weights::Spelling,
 };
 
@@ -17,7 +17,7 @@ const ATTENTION_INTERVAL: usize = 4;
 pub(super) fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result<Decoder, ModelError> {
     let text = text(config)?;
     let hidden = text.count("hidden_size", 1..=blocks::MAX_WIDTH)?;
-    load_family(config, blocks::sizes(&text)?, weights, |layer, weights| {
+    load_family(config, blocks::sizes(&text)?, InProjections::Apart, weights, |layer, weights| {
         Ok(FeedForward::Dense(Mlp::load(&text, hidden, false, layer, weights)?))
     })
 }
@@ -27,10 +27,11 @@ pub(super) fn text<'a>(config: &ConfigFile<'a>) -> Result<ConfigFile<'a>, Config
     Ok(config.object("text_config", "text_config.")?.unwrap_or(*config))
 }
 
-/// A model of the family; `feed_forward` loads what follows attention and delta nets.
+/// A model of the family, with delta nets `stored` in one way or the other; `feed_forward` loads what follows attention and delta nets.
 pub(super) fn load_family(
     config: &ConfigFile<'_>,
     sizes: Sizes,
+    stored: InProjections,
     weights: &mut Weights<'_>,
     feed_forward: impl Fn(usize, &mut Weights<'_>) -> Result<FeedForward, ModelError>,
 ) -> Result<Decoder, ModelError> {
@@ -60,7 +61,7 @@ pub(super) fn load_family(
         let places = [layer, place(layer)];
         let mixer = match is_attention[layer] {
             true => Mixer::Attention(SelfAttention::load(&text, sizes, &attention, places, weights)?),
-            false => Mixer::Delta(DeltaNet::load(&text, sizes, places, weights)?),
+            false => Mixer::Delta(DeltaNet::load(&text, sizes, stored, places, weights)?),
         };
         Ok((mixer, feed_forward(layer, weights)?))
     })

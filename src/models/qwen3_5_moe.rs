@@ -7,6 +7,7 @@ use super::{
     ConfigFile, ModelError, Weights,
     blocks::{self, MoeStyle, SparseMoe},
     decoder::{Decoder, FeedForward},
+    delta_net::InProjections,
     qwen3_5,
 };
 
@@ -20,7 +21,7 @@ pub(super) fn load(config: &ConfigFile<'_>, weights: &mut Weights<'_>) -> Result
     let shared = text.count("shared_expert_intermediate_size", 1..=blocks::MAX_WIDTH)?;
     (sizes.moe, sizes.shared_expert, sizes.intermediate) = (Some(moe), true, shared);
     let style = MoeStyle { renormalize: true, shared: Some(shared), stacked: true };
-    qwen3_5::load_family(config, sizes, weights, |layer, weights| {
+    qwen3_5::load_family(config, sizes, InProjections::Apart, weights, |layer, weights| {
         Ok(FeedForward::Sparse(SparseMoe::load(&text, hidden, &moe, &style, layer, weights)?))
     })
 }

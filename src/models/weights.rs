@@ -340,6 +340,33 @@ impl<'a> Weights<'a> {
         self.place(&[matrix])
     }
 
+    /// A matrix whose rows come group by group, and part by part in each group: all groups of one part, then of the next. `parts`:
+    /// rows of each in a group.
+    ///
+    /// # Errors
+    /// [`ModelError`] naming the tensor.
+    pub fn part_by_part(
+        &mut self,
+        name: &str,
+        n_groups: usize,
+        parts: &[usize],
+        cols: usize,
+    ) -> Result<Matrix, ModelError> {
+        let of_group: usize = parts.iter().sum();
+        let mut matrix = self.fetch_matrix(&self.spelled(name), n_groups * of_group, cols)?;
+        // Nobody asks in which order zeros lie.
+        if !self.source.is_blank() {
+            let mut order = Vec::new();
+            let mut start = 0;
+            for part in parts {
+                order.extend((0..n_groups).map(|group| group * of_group + start).map(|row| row..row + part));
+                start += part;
+            }
+            matrix = matrix.reordered(&order);
+        }
+        self.place(&[matrix])
+    }
+
     /// A matrix `[rows, cols]` that is read by rows or by a router, and so never quantised.
     ///
     /// # Errors

@@ -26,8 +26,9 @@ use crate::{
 pub(super) struct ElasticArgs {
     #[command(flatten)]
     subject: SubjectArgs,
-    /// Shares of the experts that have a slot, in per cent.
-    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "50,25", value_parser = per_cent)]
+    /// Shares of the experts that have a slot, in per cent; or, with --vram, as many as there is room for.
+    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "50,25", value_parser = per_cent,
+        conflicts_with = "vram")]
     cache: Vec<f64>,
     #[command(flatten)]
     prompt: PromptArgs,
@@ -108,10 +109,16 @@ pub(super) fn run(args: &ElasticArgs) -> Result<()> {
     shares.sort_by(|a, b| b.total_cmp(a));
     let largest = *shares.first().context("--cache names no share")?;
     let behind = args.memory.options(base, &*backend, &args.subject.device)?;
-    let behind = EngineOptions { expert_cache: Some(CacheSize::Percent(largest)), ..behind };
+    let expert_cache = args.memory.vram.is_none().then_some(CacheSize::Percent(largest));
+    let behind = EngineOptions { expert_cache, ..behind };
     let mut subject = source.subject(&args.subject, backend.clone(), &behind)?;
     drop(source);
     args.memory.say(&subject.engine);
+    if args.memory.vram.is_some() {
+        let there = subject.engine.elastic();
+        let elastic = there.context("all experts have a place within --vram: give less, or --cache")?;
+        shares = vec![100.0 * elastic.n_slots() as f64 / elastic.n_experts() as f64];
+    }
     let mut table = Table::new(&COLUMNS);
     for share in shares {
         let n_experts = elastic(&subject).n_experts();

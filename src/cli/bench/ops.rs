@@ -12,7 +12,7 @@ use super::{
 };
 use crate::engine::Sequence;
 
-/// Each op of a decode step by itself.
+/// Each op of a decode step by itself; and, of a recurrent model, all ops that stand in for attention together.
 #[derive(Debug, Args)]
 pub(super) struct OpsArgs {
     #[command(flatten)]
@@ -52,10 +52,11 @@ pub(super) fn run(args: &OpsArgs) -> Result<()> {
     let read_bandwidth = subject.read_bandwidth()?;
     let mut table = Table::new(&COLUMNS);
     subject.at_each_depth(&args.decode, |subject, depth, sequences| {
-        let mut groups = step(subject, sequences, args.decode.decode as usize)?;
+        let (mut groups, delta_nets) = step(subject, sequences, args.decode.decode as usize)?;
         groups.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
         let step_seconds: f64 = groups.iter().map(|group| group.seconds).sum();
         let (n_calls, bytes) = groups.iter().fold((0, 0.0), |(n, bytes), g| (n + g.n_calls, bytes + g.bytes));
+        groups.extend(delta_nets);
         groups.push(Group { name: "all".into(), n_calls, seconds: step_seconds, bytes });
         for Group { name, n_calls, seconds, bytes } in groups {
             table.push([
@@ -75,30 +76,62 @@ pub(super) fn run(args: &OpsArgs) -> Result<()> {
     subject.report(read_bandwidth, table, &args.report)
 }
 
-/// Means of `n_steps` steps. A real step goes before each, so that the buffers hold its input.
-fn step(subject: &mut Subject, sequences: &mut [Sequence], n_steps: usize) -> Result<Vec<Group>> {
+/// Means of `n_steps` steps, by what an op is; and of the ops of delta nets once more together, where there are any. A real step goes
+/// before each, so that the buffers hold its input.
+fn step(
+    subject: &mut Subject,
+    sequences: &mut [Sequence],
+    n_steps: usize,
+) -> Result<(Vec<Group>, Option<Group>)> {
     let ops = subject.ops(sequences.len());
+    let is_delta_net = of_delta_nets(&ops);
     let mut groups: Vec<Group> = Vec::new();
+    let mut delta_nets = Group { name: "delta nets".into(), n_calls: 0, seconds: 0.0, bytes: 0.0 };
     for step in 0..WARM_UP + n_steps {
         subject.decode(sequences)?;
         let kv_tokens: usize = sequences.iter().map(Sequence::n_computed).sum();
         groups
             .iter_mut()
+            .chain([&mut delta_nets])
             .filter(|_| step == WARM_UP)
             .for_each(|group| (group.seconds, group.bytes) = (0.0, 0.0));
-        for (op, seconds) in ops.iter().zip(subject.engine.backend().time(&ops)?) {
+        let seconds = subject.engine.backend().time(&ops)?;
+        for ((op, &is_delta_net), seconds) in ops.iter().zip(&is_delta_net).zip(seconds) {
             let name = name(op);
             let bytes = bytes(subject.engine.backend(), op, kv_tokens)?;
             let group = match groups.iter_mut().position(|group| group.name == name) {
                 Some(i) => &mut groups[i],
                 None => groups.push_mut(Group { name, n_calls: 0, seconds: 0.0, bytes: 0.0 }),
             };
-            group.n_calls += usize::from(step == 0);
-            group.seconds += seconds / n_steps as f64;
-            group.bytes += bytes / n_steps as f64;
+            for group in [Some(group), is_delta_net.then_some(&mut delta_nets)].into_iter().flatten() {
+                group.n_calls += usize::from(step == 0);
+                group.seconds += seconds / n_steps as f64;
+                group.bytes += bytes / n_steps as f64;
+            }
         }
     }
-    Ok(groups)
+    Ok((groups, Some(delta_nets).filter(|group| group.n_calls > 0)))
+}
+
+/// Which ops make delta nets: the convolution and the rule, the projections of the same rows in front of them, and the one behind.
+fn of_delta_nets(ops: &[Op]) -> Vec<bool> {
+    let projection = |i: usize| match ops.get(i) {
+        Some(Op::MatMul(op)) => Some(op),
+        _ => None,
+    };
+    let is_conv = |i: usize| matches!(ops.get(i), Some(Op::ShortConv(_)));
+    let reads_alike =
+        |i: usize| projection(i).zip(projection(i + 1)).is_some_and(|(a, b)| a.x.buffer().same(b.x.buffer()));
+    let is_of_one = |(i, op): (usize, &Op)| match op {
+        Op::ShortConv(_) | Op::GatedDelta(_) => true,
+        Op::MatMul(_) => {
+            is_conv(i + 1)
+                || is_conv(i + 2) && reads_alike(i)
+                || i > 0 && matches!(ops[i - 1], Op::GatedDelta(_))
+        }
+        _ => false,
+    };
+    ops.iter().enumerate().map(is_of_one).collect()
 }
 
 /// Ops of one name and one shape are a group; of projections the shape tells which it is.

@@ -1,6 +1,6 @@
 //! Whole steps: time to the first token of a prompt, and decode steps at a depth for a number of sequences.
 
-use std::time::Instant;
+use std::{collections::HashMap, time::Instant};
 
 use anyhow::Result;
 use clap::Args;
@@ -20,6 +20,10 @@ use crate::engine::Sequence;
 /// each weight once, of the experts those that its tokens choose, and the cache of its sequences; "% of read" is the rate at
 /// which it does, as a share of the rate at which the device reads its own memory in order, measured in the same run. The
 /// ms of a prompt are the time to its first token.
+///
+/// With experts behind a cache (--vram, --expert-cache) the bound of a step is what it reads on the device at that rate, and the
+/// experts without a place there at the rate of link and CPU together. "x of KV" is what a step takes longer than at the least depth,
+/// over the time in which the device reads the keys and values that are more.
 #[derive(Debug, Args)]
 pub(super) struct StepsArgs {
     #[command(flatten)]
@@ -34,7 +38,7 @@ pub(super) struct StepsArgs {
     report: ReportArgs,
 }
 
-const COLUMNS: [Column; 9] = [
+const COLUMNS: [Column; 13] = [
     column("stage", "stage", 1.0, 0),
     column("prompt", "prompt", 1.0, 0),
     column("depth", "depth", 1.0, 0),
@@ -44,6 +48,10 @@ const COLUMNS: [Column; 9] = [
     column("bytes", "MB a step", 1e-6, 1),
     column("bytes_per_second", "GB/s", 1e-9, 1),
     column("share_of_read", "% of read", 100.0, 1),
+    column("missed_bytes", "missed MB", 1e-6, 1),
+    column("bound_seconds", "bound ms", 1e3, 2),
+    column("share_of_bound", "% of bound", 100.0, 1),
+    column("depth_over_kv", "x of KV", 1.0, 2),
 ];
 
 /// A prompt is computed again until this much time has passed.
@@ -53,7 +61,8 @@ const PREFILL_RUNS: usize = 9;
 
 /// Measures every prompt, then every depth with every batch.
 pub(super) fn run(args: &StepsArgs) -> Result<()> {
-    let deepest = args.decode.deepest() + WARM_UP + args.decode.decode as usize;
+    let n_steps = args.decode.decode as usize;
+    let deepest = args.decode.deepest() + n_steps.max(WARM_UP) + n_steps;
     let options = args.decode.options(deepest.max(args.prompt.longest()));
     let mut subject = Subject::open(&args.subject, &args.memory, options)?;
     let read_bandwidth = subject.read_bandwidth()?;
@@ -71,10 +80,25 @@ pub(super) fn run(args: &StepsArgs) -> Result<()> {
             Cell::Empty,
             Cell::Empty,
             Cell::Empty,
+            Cell::Empty,
+            Cell::Empty,
+            Cell::Empty,
+            Cell::Empty,
         ]);
     }
+    let mut at_least_depth: HashMap<usize, (usize, Decoded)> = HashMap::new();
     subject.at_each_depth(&args.decode, |subject, depth, sequences| {
-        let Decoded { seconds, bytes } = decode(subject, sequences, args.decode.decode as usize)?;
+        let decoded = decode(subject, sequences, args.decode.decode as usize)?;
+        let Decoded { seconds, kv_bytes, missed } = decoded;
+        let bytes = decoded.bytes(subject, sequences.len());
+        let (least, shallow) = *at_least_depth.entry(sequences.len()).or_insert((depth, decoded));
+        let bound = missed.map(|missed| {
+            let rates = subject.engine.elastic().expect("counted by it").rates().0;
+            (bytes - missed) / read_bandwidth + missed / (rates.link_shared + rates.host_shared)
+        });
+        let kv_seconds = (kv_bytes - shallow.kv_bytes) / read_bandwidth;
+        let over_kv = (depth > least).then(|| (seconds - shallow.seconds) / kv_seconds);
+        let cell = |value: Option<f64>| value.map_or(Cell::Empty, Cell::from);
         table.push([
             "decode".into(),
             Cell::Empty,
@@ -85,6 +109,10 @@ pub(super) fn run(args: &StepsArgs) -> Result<()> {
             bytes.into(),
             (bytes / seconds).into(),
             (bytes / seconds / read_bandwidth).into(),
+            cell(missed),
+            cell(bound),
+            cell(bound.map(|bound| bound / seconds)),
+            cell(over_kv),
         ]);
         Ok(())
     })?;
@@ -113,10 +141,20 @@ pub(super) fn prefill_runs(subject: &mut Subject, n_tokens: usize) -> Result<(f6
 }
 
 /// Means over the timed steps.
+#[derive(Clone, Copy)]
 struct Decoded {
     seconds: f64,
-    /// That a step must read.
-    bytes: f64,
+    /// Bytes of the cache of keys and values.
+    kv_bytes: f64,
+    /// Bytes of experts that have no place on the device; `None` where all of them have.
+    missed: Option<f64>,
+}
+
+impl Decoded {
+    /// Bytes that a step must read.
+    fn bytes(&self, subject: &Subject, n_sequences: usize) -> f64 {
+        subject.weight_bytes(n_sequences) + self.kv_bytes
+    }
 }
 
 /// Seconds of a decode step, the mean over `n_steps`.
@@ -131,9 +169,10 @@ pub(super) fn decode_seconds(
 }
 
 fn decode(subject: &mut Subject, sequences: &mut [Sequence], n_steps: usize) -> Result<Decoded> {
-    for _ in 0..WARM_UP {
-        subject.decode(sequences)?;
-    }
+    // What a cache holds settles before it is timed.
+    let n_before = if subject.engine.elastic().is_some() { n_steps } else { WARM_UP };
+    (0..n_before).try_for_each(|_| subject.decode(sequences))?;
+    let before = subject.engine.elastic().map(|elastic| elastic.counters().decode);
     let mut kv_tokens = 0;
     let start = Instant::now();
     for _ in 0..n_steps {
@@ -142,5 +181,9 @@ fn decode(subject: &mut Subject, sequences: &mut [Sequence], n_steps: usize) -> 
     }
     let seconds = start.elapsed().as_secs_f64() / n_steps as f64;
     let kv_bytes = subject.kv_token_bytes() * kv_tokens as f64 / n_steps as f64;
-    Ok(Decoded { seconds, bytes: subject.weight_bytes(sequences.len()) + kv_bytes })
+    let missed = before.zip(subject.engine.elastic()).map(|(before, elastic)| {
+        let misses = elastic.counters().decode.since(&before).misses();
+        (misses * elastic.record_bytes() as u64) as f64 / n_steps as f64
+    });
+    Ok(Decoded { seconds, kv_bytes, missed })
 }

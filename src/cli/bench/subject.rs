@@ -42,7 +42,7 @@ pub(super) struct SubjectArgs {
 /// Which decode steps are measured.
 #[derive(Debug, Args)]
 pub(super) struct DecodeArgs {
-    /// Tokens that are in the cache before decoding.
+    /// Tokens that are in the cache before decoding, with keys and values that are made up.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0",
         value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
     pub(super) depth: Vec<u32>,
@@ -208,15 +208,13 @@ impl Subject {
         Ok(())
     }
 
-    /// Makes a sequence have `depth` tokens, all in the cache: what it has of them already is kept.
+    /// Makes a sequence have `depth` tokens, all in the cache, as if they were computed.
     pub(super) fn bring_to(&mut self, depth: usize, sequence: &mut Sequence) -> Result<()> {
         let mut tokens = sequence.tokens().to_vec();
         tokens.resize_with(depth, || self.token());
         self.engine.rebase(sequence, &tokens);
-        if depth > 0 {
-            self.engine.prefill(sequence, &mut |_| true)?;
-        }
-        Ok(())
+        let n_pending = sequence.pending().len();
+        Ok(self.engine.make_up(sequence, n_pending)?)
     }
 
     /// A decode step with a random token for each sequence: what is drawn is not fed back, since random weights fall into
