@@ -95,11 +95,7 @@ impl Serving {
 
     /// Waits until a figure of the engine is what it should be.
     fn wait_for(&self, figure: &str, value: u64) {
-        let start = Instant::now();
-        while self.get("/v1/stats")["service"][figure] != value {
-            assert!(start.elapsed() < PATIENCE, "{figure} is never {value}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        until(&format!("{figure} is {value}"), || self.get("/v1/stats")["service"][figure] == value);
     }
 
     #[cfg(unix)]
@@ -114,6 +110,14 @@ impl Drop for Serving {
         // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -264,21 +268,66 @@ fn the_engine_honours_biases_seeds_log_probabilities_and_grammars() {
     );
 }
 
+/// A long prompt that no other begins with.
+fn long_prompt(n: usize, stream: bool) -> Value {
+    let tokens: Vec<usize> = (0..900).map(|i| 300 + (n * 997 + i * 37) % 4000).collect();
+    json!({ "model": "demo", "prompt": tokens, "max_tokens": 2, "stream": stream })
+}
+
 #[test]
 fn a_client_that_leaves_frees_the_engine() {
-    let server = Serving::start(&[]);
-    let mut leaving = server.send("POST", CHAT, &story().to_string());
-    leaving.read_exact(&mut [0; 400]).expect("it streams");
-    drop(leaving);
-    server.wait_for("n_cancelled", 1);
-    // Not streamed, and left before the first byte.
-    let mut body = story();
-    body["stream"] = false.into();
-    let waiting = server.send("POST", CHAT, &body.to_string());
-    server.wait_for("n_running", 1);
-    drop(waiting);
-    server.wait_for("n_cancelled", 2);
-    server.wait_for("n_running", 0);
+    let mut n_left = 0;
+    let server = Serving::start(&["--parallel", "2"]);
+    let figure = |name: &str| server.get("/v1/stats")["service"][name].as_u64().expect("a figure");
+    let mut leaves = |client: TcpStream| {
+        drop(client);
+        n_left += 1;
+        server.wait_for("n_ended", n_left);
+    };
+    for stream in [true, false] {
+        let long = |more: Value| {
+            let mut body = story();
+            body["stream"] = stream.into();
+            body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+            server.send("POST", CHAT, &body.to_string())
+        };
+        // While it decodes.
+        let before = figure("decoded_tokens");
+        let decoding = long(json!({}));
+        until("tokens are drawn", || figure("decoded_tokens") > before + 3);
+        leaves(decoding);
+        assert!(figure("n_cancelled") > 0, "it would have gone on");
+        server.wait_for("n_running", 0);
+        // While it waits behind others, which go on.
+        let others = [long(json!({})), long(json!({ "temperature": 1 }))];
+        server.wait_for("n_running", 2);
+        let waiting = long(json!({}));
+        server.wait_for("n_waiting", 1);
+        leaves(waiting);
+        assert_eq!((figure("n_running"), figure("n_waiting")), (2, 0));
+        others.into_iter().for_each(&mut leaves);
+        server.wait_for("n_running", 0);
+        // While its prompt is read beside one that decodes; the moment may be missed, but not every time.
+        let beside = long(json!({}));
+        server.wait_for("n_running", 1);
+        let caught = (0..8).any(|n| {
+            let before = figure("prefilled_tokens");
+            let cancelled = figure("n_cancelled");
+            let reading = server.send(
+                "POST",
+                "/v1/completions",
+                &long_prompt(2 * n + usize::from(stream), stream).to_string(),
+            );
+            until("it is read", || figure("prefilled_tokens") > before);
+            leaves(reading);
+            figure("n_cancelled") > cancelled && figure("prefilled_tokens") < before + 900
+        });
+        assert!(caught, "no client left within its prompt");
+        leaves(beside);
+        server.wait_for("n_running", 0);
+    }
+    assert_eq!(server.get("/v1/cache/status")["kv_tokens_running"], 0);
+    assert_eq!(server.get("/v1/stats")["requests"]["active"], 0);
 }
 
 #[cfg(unix)]

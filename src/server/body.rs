@@ -1,4 +1,4 @@
-//! [`Body`]: a request's body as JSON fields, read with a bound on its size and on the time between two pieces.
+//! [`Body`]: a request's body as JSON fields, read with bounds on its size and its time.
 
 use std::{sync::Arc, time::Duration};
 
@@ -7,16 +7,16 @@ use axum::{
     http::header,
 };
 use futures_util::StreamExt;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use super::{
-    Server, blocking,
+    Server, Settings, blocking,
     error::{ApiError, Kind},
     fields::Fields,
 };
 
-/// How long a client may send nothing while its body is not whole.
-const MOST_SILENCE: Duration = Duration::from_secs(30);
+/// Bytes for which a client has a second more to send all of them.
+const LEAST_RATE: usize = 64 << 10;
 
 /// The fields of a request's body.
 pub(super) struct Body(pub Fields);
@@ -25,7 +25,7 @@ impl FromRequest<Arc<Server>> for Body {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, server: &Arc<Server>) -> Result<Self, ApiError> {
-        let most = server.settings().max_body_bytes;
+        let Settings { max_body_bytes: most, body_time, .. } = *server.settings();
         let too_large = || {
             ApiError::new(
                 Kind::TooLarge,
@@ -37,10 +37,12 @@ impl FromRequest<Arc<Server>> for Body {
         if announced.is_some_and(|length| length > most) {
             return Err(too_large());
         }
+        let start = Instant::now();
         let mut pieces = request.into_body().into_data_stream();
         let mut bytes = Vec::new();
         loop {
-            let piece = timeout(MOST_SILENCE, pieces.next())
+            let all = start + body_time + Duration::from_secs((bytes.len() / LEAST_RATE) as u64);
+            let piece = timeout_at(all.min(Instant::now() + body_time), pieces.next())
                 .await
                 .map_err(|_| ApiError::new(Kind::TooSlow, "the body did not come: send all of it at once"))?;
             let Some(piece) = piece else { break };

@@ -16,10 +16,7 @@ use super::{
     error::{ApiError, Kind},
     journal,
 };
-use crate::{
-    engine::Division,
-    scheduler::{Cache, Service},
-};
+use crate::{engine::Division, scheduler::Cache};
 
 /// More slots or tokens than any memory holds.
 const MOST_PLACES: usize = 1 << 32;
@@ -46,7 +43,7 @@ pub(super) async fn stats(State(server): State<Arc<Server>>) -> Json<Value> {
     let mean = |histogram: journal::Histogram| {
         (histogram.count > 0).then(|| histogram.seconds / histogram.count as f64)
     };
-    let service = server.running();
+    let service = server.running().ok();
     Json(json!({
         "model": { "id": server.settings().model_name, "context": service.as_ref().map(|s| s.context()) },
         "service": service.as_ref().map(|service| service.stats()),
@@ -87,7 +84,7 @@ pub(super) async fn requests(
 /// # Errors
 /// While the model loads.
 pub(super) async fn cache_status(State(server): State<Arc<Server>>) -> Result<Json<Cache>, ApiError> {
-    Ok(Json(service(&server)?.stats().cache))
+    Ok(Json(server.running()?.stats().cache))
 }
 
 /// `POST /v1/cache/resize` with `expert_slots`, `kv_tokens`, `state_slots` or `state_cache_bytes`: divides the memory anew while requests
@@ -99,7 +96,7 @@ pub(super) async fn cache_resize(
     State(server): State<Arc<Server>>,
     Body(mut fields): Body,
 ) -> Result<Json<Cache>, ApiError> {
-    let service = service(&server)?;
+    let service = server.running()?;
     let mut count = |name: &str| -> Result<Option<usize>, ApiError> {
         let wanted = fields.take::<u64>(name)?;
         Ok(wanted.map(|n| usize::try_from(n).unwrap_or(usize::MAX).min(MOST_PLACES)))
@@ -130,8 +127,4 @@ pub(super) async fn cache_resize(
     }
     let divide = move || service.divide(division).map_err(|why| ApiError::new(Kind::Invalid, why));
     Ok(Json(blocking(divide).await?))
-}
-
-fn service(server: &Server) -> Result<Arc<dyn Service>, ApiError> {
-    server.running().ok_or_else(|| ApiError::new(Kind::Unavailable, "the model is loading"))
 }

@@ -16,8 +16,6 @@ use tokio::{
 
 use super::{Server, access::Peer, app};
 
-/// How long a client may take to send the head of a request, also behind an earlier one.
-const HEAD_TIME: Duration = Duration::from_secs(30);
 /// Bytes that the head of a request may have.
 const MOST_HEAD_BYTES: usize = 64 << 10;
 /// Connections at a time; more wait to be accepted.
@@ -40,7 +38,7 @@ pub async fn listen(listener: TcpListener, server: Arc<Server>, mut end: oneshot
             _ = &mut end => break,
         };
         match accepted {
-            Ok((stream, peer)) => connect(stream, peer, place, &routes, &connections),
+            Ok((stream, peer)) => connect(stream, peer, place, &routes, &server, &connections),
             Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
         }
     }
@@ -54,6 +52,7 @@ fn connect(
     peer: SocketAddr,
     place: OwnedSemaphorePermit,
     routes: &axum::Router,
+    server: &Server,
     connections: &GracefulShutdown,
 ) {
     // Small events must not wait for more; a system that cannot promise it sends them a little later.
@@ -61,7 +60,7 @@ fn connect(
     let routes = routes.clone().layer(Extension(Peer(peer.ip())));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_TIME)
+        .header_read_timeout(server.settings().head_time)
         .max_buf_size(MOST_HEAD_BYTES)
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
     let connection = connections.watch(connection);

@@ -19,6 +19,7 @@ use super::{
 /// All figures.
 pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
     let totals = server.journal.totals();
+    let service = server.running();
     let mut page = Page(String::new());
     page.head("requests_ended_total", "counter", "Requests that ended, by route and status.");
     for ((path, status), count) in &totals.ended {
@@ -27,8 +28,8 @@ pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
     page.one("requests_active", "gauge", "Requests that are answered now.", totals.n_active);
     page.histogram("request_seconds", "From request to end.", &totals.whole);
     page.histogram("time_to_first_token_seconds", "From request to first token.", &totals.to_first_token);
-    page.one("loaded", "gauge", "1 where the model is loaded.", u8::from(server.running().is_some()));
-    if let Some(stats) = server.running().map(|service| service.stats()) {
+    page.one("loaded", "gauge", "1 where the model is loaded.", u8::from(service.is_ok()));
+    if let Ok(stats) = service.map(|service| service.stats()) {
         let counters = [
             ("engine_requests_ended_total", "Requests that the engine ended.", stats.n_ended),
             ("engine_requests_cancelled_total", "Of those, whose client left.", stats.n_cancelled),

@@ -41,7 +41,7 @@ use journal::{Journal, Ticket};
 pub use model::ServedModel;
 pub use settings::Settings;
 
-use crate::scheduler::Service;
+use crate::scheduler::{Refusal, Service};
 
 /// Paths that ask the model something.
 const ANSWERING: [&str; 4] = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"];
@@ -109,10 +109,20 @@ impl Server {
     }
 
     /// What answers, or did until the server began to shut down.
-    fn running(&self) -> Option<Arc<dyn Service>> {
+    ///
+    /// # Errors
+    /// [`Kind::Unavailable`] while the model loads.
+    fn running(&self) -> Result<Arc<dyn Service>, ApiError> {
         match self.stage() {
-            Stage::Loading => None,
-            Stage::Serving(service) | Stage::Draining(service) => Some(service),
+            Stage::Serving(service) | Stage::Draining(service) => Ok(service),
+            Stage::Loading => Err(ApiError {
+                retry_seconds: Some(5),
+                code: Some("model_loading"),
+                ..ApiError::new(
+                    Kind::Unavailable,
+                    "the model is loading: try again soon; /health says how far it is",
+                )
+            }),
         }
     }
 
@@ -122,16 +132,8 @@ impl Server {
     /// [`Kind::Unavailable`] while the model loads and when the server shuts down.
     fn service(&self) -> Result<Arc<dyn Service>, ApiError> {
         match self.stage() {
-            Stage::Serving(service) => Ok(service),
-            Stage::Loading => Err(ApiError {
-                retry_seconds: Some(5),
-                code: Some("model_loading"),
-                ..ApiError::new(
-                    Kind::Unavailable,
-                    "the model is loading: try again soon; /health says how far it is",
-                )
-            }),
-            Stage::Draining(_) => Err(crate::scheduler::Refusal::ShuttingDown.into()),
+            Stage::Draining(_) => Err(Refusal::ShuttingDown.into()),
+            Stage::Serving(_) | Stage::Loading => self.running(),
         }
     }
 

@@ -15,6 +15,10 @@ pub struct Settings {
     pub cors_origins: Vec<String>,
     /// The largest body.
     pub max_body_bytes: usize,
+    /// How long a client may take to send the head of a request, also behind an earlier one.
+    pub head_time: Duration,
+    /// How long it may send nothing while its body is not whole, and how long a small body may take.
+    pub body_time: Duration,
     /// Requests that one client may have at a time.
     pub max_requests_per_client: usize,
     /// How long a stream is silent before it says that it lives.
@@ -30,6 +34,8 @@ impl Settings {
             api_key: None,
             cors_origins: Vec::new(),
             max_body_bytes: 32 << 20,
+            head_time: Duration::from_secs(30),
+            body_time: Duration::from_secs(30),
             max_requests_per_client: 64,
             keep_alive: Duration::from_secs(10),
         }

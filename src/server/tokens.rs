@@ -32,7 +32,7 @@ pub(super) async fn tokenize(
         None => Some(conversation(&mut fields)?),
     };
     fields.finish()?;
-    let max_model_len = server.running().map(|service| service.context());
+    let max_model_len = server.running().ok().map(|service| service.context());
     let (tokens, texts) = blocking(move || {
         let model = server.model();
         let tokens = match (text, conversation) {

@@ -108,7 +108,8 @@ async function dashboard() {
   const reply = await (await fetch("/v1/stats")).json();
   const { cache } = reply.service;
   same(byId("kv-tokens").valueAsNumber, cache.kv_tokens, "the slider of the key-value cache");
-  same(byId("expert-slots").closest(".experts").hidden, cache.experts === null, "experts");
+  same(byId("expert-slots").parentElement.hidden, !cache.experts, "the slider of experts");
+  same(byId("state-slots").parentElement.hidden, !cache.states, "the slider of states");
   same(all(".columns > div").length, reply.service.layers.length, "a column for each layer");
   if (cache.experts) await experts(figure);
   fill("kv-tokens", byId("kv-tokens").max);

@@ -1,10 +1,13 @@
 //! Requests that cannot be honoured: each is refused with the field's name, and none is half done.
 
 use axum::{body::Body, http::Request};
-use freetoken::{scheduler::Refusal, server::Settings};
+use freetoken::{
+    scheduler::{Refusal, Stop},
+    server::Settings,
+};
 use serde_json::{Value, json};
 
-use crate::fake::{CONTEXT, Script, client, client_with};
+use crate::fake::{Answer, CONTEXT, Script, client, client_with};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -121,10 +124,103 @@ async fn bodies_that_are_no_json_objects() {
         let error = client.raw(CHAT, body.to_owned()).await.error(400);
         assert!(error["message"].as_str().is_some_and(|message| message.starts_with("the body ")), "{error}");
     }
-    client.raw(CHAT, b"{\"model\": \"\xff\"}".to_vec()).await.error(400);
-    let bare = client.raw("/v1/messages", "{").await;
-    assert_eq!(bare.json()["type"], "error");
-    assert_eq!(bare.error(400)["type"], "invalid_request_error");
+}
+
+/// A request that each path answers.
+fn answered() -> [(&'static str, Value); 5] {
+    let messages = json!([{ "role": "user", "content": "Hi." }]);
+    [
+        (CHAT, json!({ "model": "tiny", "messages": messages })),
+        ("/v1/completions", json!({ "model": "tiny", "prompt": "Hi." })),
+        ("/v1/responses", json!({ "model": "tiny", "input": "Hi." })),
+        ("/v1/messages", json!({ "model": "tiny", "max_tokens": 5, "messages": messages })),
+        ("/v1/messages/count_tokens", json!({ "model": "tiny", "messages": messages })),
+    ]
+}
+
+/// Checks an error's status, and that its body has the form of the path's protocol and nothing more.
+fn has_form(path: &str, answer: &Answer, status: u16, [openai, anthropic]: [&str; 2]) {
+    let keys = |value: &Value| {
+        let mut keys: Vec<String> = value.as_object()?.keys().cloned().collect();
+        keys.sort();
+        Some(keys.join(" "))
+    };
+    assert_eq!(
+        (answer.status.as_u16(), &answer.headers["content-type"]),
+        (status, &"application/json".parse().expect("a value")),
+        "{path}: {}",
+        answer.text
+    );
+    let body = answer.json();
+    let is_anthropic = path.starts_with("/v1/messages");
+    let (outer, inner) =
+        if is_anthropic { ("error type", "message type") } else { ("error", "code message param type") };
+    assert_eq!(
+        (keys(&body).as_deref(), keys(&body["error"]).as_deref()),
+        (Some(outer), Some(inner)),
+        "{path}: {body}"
+    );
+    assert_eq!(body["error"]["type"], if is_anthropic { anthropic } else { openai }, "{path}: {body}");
+    assert!(!is_anthropic || body["type"] == "error", "{path}: {body}");
+    assert!(body["error"]["message"].as_str().is_some_and(|message| message.len() > 10), "{path}: {body}");
+}
+
+#[tokio::test]
+async fn hostile_requests_have_the_status_and_the_form_of_their_path() {
+    const INVALID: [&str; 2] = ["invalid_request_error"; 2];
+    let strict = client_with(Settings { strict_model: true, ..Settings::local("tiny") }, []);
+    let client = client([]);
+    for (path, body) in answered() {
+        let text = body.to_string();
+        let with = |field: &str, value: Value| {
+            let mut changed = body.clone();
+            changed[field] = value;
+            changed.to_string().into_bytes()
+        };
+        let said = ["messages", "prompt", "input"]
+            .into_iter()
+            .find(|field| !body[*field].is_null())
+            .expect("one of them");
+        for bytes in [
+            text[..text.len() - 1].as_bytes().to_vec(),
+            [text.as_bytes(), b"}"].concat(),
+            text.replace("Hi.", "\\ud800").into_bytes(),
+            [text.split_once("Hi.").expect("it is there").0.as_bytes(), b"\xff\xfe\"}"].concat(),
+            [b"\xef\xbb\xbf", text.as_bytes()].concat(),
+            "{\"a\":".repeat(50_000).into_bytes(),
+            with("model", json!(1)),
+            with("model", json!({ "name": "tiny" })),
+            with(said, json!(5)),
+            with(said, json!({})),
+            with(said, json!([[{}]])),
+            with("max_tokens", json!("many")),
+            with("colour", json!("red")),
+        ] {
+            has_form(path, &client.raw(path, bytes).await, 400, INVALID);
+        }
+        let large = client.raw(path, vec![b' '; 100 << 20]).await;
+        has_form(path, &large, 413, ["invalid_request_error", "request_too_large"]);
+        let other = strict.raw(path, with("model", json!("other"))).await;
+        has_form(path, &other, 404, ["invalid_request_error", "not_found_error"]);
+        assert!(
+            path.starts_with("/v1/messages") || other.json()["error"]["code"] == "model_not_found",
+            "{}",
+            other.text
+        );
+    }
+    assert!(client.asked().is_empty() && strict.asked().is_empty());
+}
+
+#[tokio::test]
+async fn more_tokens_than_there_are_is_no_error() {
+    for (path, mut body) in answered().into_iter().filter(|(path, _)| !path.ends_with("count_tokens")) {
+        body[if path == "/v1/responses" { "max_output_tokens" } else { "max_tokens" }] =
+            json!(1_000_000_000_u64);
+        let client = client([Script::Says("Hello.", Stop::Eos)]);
+        client.post(path, body).await.ok();
+        let asked = client.asked().remove(0).request;
+        assert_eq!(asked.max_tokens, CONTEXT - asked.prompt.len(), "{path}");
+    }
 }
 
 #[tokio::test]
@@ -135,23 +231,6 @@ async fn a_body_of_100_megabytes_is_refused_before_it_is_read() {
     let announced =
         Request::post(CHAT).header("content-length", 100 << 20).body(Body::empty()).expect("a request");
     client.answer(announced).await.error(413);
-    let anthropic = client.raw("/v1/messages", vec![b' '; 100 << 20]).await;
-    assert_eq!(anthropic.error(413)["type"], "request_too_large");
-}
-
-#[tokio::test]
-async fn another_model_is_refused_where_the_settings_say_so() {
-    let settings = Settings { strict_model: true, ..Settings::local("tiny") };
-    let client = client_with(settings, []);
-    for path in [CHAT, "/v1/completions", "/v1/responses"] {
-        let body = json!({ "model": "other" });
-        let error = client.post(path, body).await.error(404);
-        assert_eq!((&error["code"], &error["param"]), (&json!("model_not_found"), &json!("model")));
-    }
-    assert_eq!(
-        client.post("/v1/messages", json!({ "model": "other" })).await.error(404)["type"],
-        "not_found_error"
-    );
 }
 
 #[tokio::test]

@@ -42,11 +42,16 @@ const LEAVE: [f64; 2] = [0.1, 0.2];
 /// How long a client that was refused waits, and how long everything may take to end.
 const PAUSE: Duration = Duration::from_millis(200);
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Tokens of the answer whose pace is watched.
+/// Answers whose pace is watched at a time, and tokens of each.
+const N_WATCHED: u64 = 3;
 const WATCHED: usize = 400;
+/// Tokens of a prompt beside them, where the context has room.
+const LONG_PROMPT: usize = 8192;
 
 /// The server under load: 64 clients on loopback that ask, listen and often leave; their times, and whether anything stays
-/// behind.
+/// behind. Before that, the pace of three answers, alone and beside prompts of 8,192 tokens.
+///
+/// The demo model has room for less; `freetoken synth DIR --config FILE --tokenizer models/demo` makes one that has it.
 #[derive(Debug, Args)]
 pub(super) struct ServeArgs {
     /// How long the clients ask.
@@ -56,6 +61,10 @@ pub(super) struct ServeArgs {
     /// [default: the demo model].
     #[arg(long, short, value_name = "DIR")]
     model: Option<PathBuf>,
+    /// Tokens that a prompt and its answer may have together.
+    #[arg(long, value_name = "N", default_value_t = 10_240,
+         value_parser = clap::value_parser!(u32).range(64..=1 << 20))]
+    context: u32,
     /// What the clients' requests depend on.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -92,7 +101,11 @@ pub(super) fn run(args: &ServeArgs) -> Result<()> {
     let read_bandwidth = read_bandwidth(&*backend)?;
     let files = Arc::new(ModelFiles::open(args.model.as_deref())?);
     let options = SchedulerOptions { max_running: 4, max_waiting: N_CLIENTS };
-    let engine_options = EngineOptions { max_sequences: options.max_running, ..EngineOptions::default() };
+    let engine_options = EngineOptions {
+        context: args.context as usize,
+        max_sequences: options.max_running,
+        ..EngineOptions::default()
+    };
     let engine_options = args.memory.options(engine_options, &*backend, &args.device)?;
     let mut engine = files.engine(backend.clone(), &engine_options, &mut |_| ())?;
     engine.prepare(options.max_running)?;
@@ -108,8 +121,10 @@ pub(super) fn run(args: &ServeArgs) -> Result<()> {
         let (end, ended) = oneshot::channel();
         let listening = tokio::spawn(listen(listener, server, ended));
         let mut table = Table::new(&COLUMNS);
-        load.watch("one answer alone", false, &mut table).await?;
-        load.watch("one answer beside long prompts", true, &mut table).await?;
+        let prompt = LONG_PROMPT.min(load.context * 9 / 10);
+        load.watch(&format!("{N_WATCHED} answers alone"), None, &mut table).await?;
+        let beside = format!("{N_WATCHED} answers beside prompts of {prompt}");
+        load.watch(&beside, Some(prompt), &mut table).await?;
         let half = Duration::from_secs(args.seconds.into()) / 2;
         load.crowd("64 clients", half, 0, &mut table).await?;
         load.crowd("64 clients, again", half, 1 << 32, &mut table).await?;
@@ -195,19 +210,30 @@ impl Seen {
 }
 
 impl Load {
-    /// Watches the pace of one long answer; `beside`: while prompts that fill most of the context are read one after the other.
-    async fn watch(self, name: &str, beside: bool, table: &mut Table) -> Result<()> {
+    /// Watches the pace of long answers; with `beside`, while prompts of so many tokens are read one after the other.
+    async fn watch(self, name: &str, beside: Option<usize>, table: &mut Table) -> Result<()> {
         let start = Instant::now();
         let n_tokens = WATCHED.min(self.context / 2);
-        let watched = tokio::spawn(async move { self.ask(&self.tokens(1, 16), n_tokens, None).await });
-        let mut n_prompts = 0;
-        while beside && !watched.is_finished() {
-            let prompt = self.tokens(1 << 40 | n_prompts << 20, self.context * 9 / 10);
-            self.ask(&prompt, 1, None).await?;
-            n_prompts += 1;
+        let mut watched = JoinSet::new();
+        for i in 0..N_WATCHED {
+            watched.spawn(async move { self.ask(&self.tokens(1 + (i << 8), 16), n_tokens, None).await });
         }
-        let mut seen = watched.await??;
-        seen.n_requests += n_prompts as usize;
+        let mut seen = Seen::default();
+        while let Some(n) = beside
+            && watched.len() == N_WATCHED as usize
+        {
+            let prompt = self.tokens(1 << 40 | (seen.n_requests as u64) << 20, n);
+            self.ask(&prompt, 1, None).await?;
+            seen.n_requests += 1;
+            while let Some(answer) = watched.try_join_next() {
+                seen.add(answer??);
+            }
+        }
+        while let Some(answer) = watched.join_next().await {
+            seen.add(answer??);
+        }
+        let n_heard = seen.n_tokens;
+        ensure!(n_heard >= n_tokens, "the model drew {n_heard} tokens with a text: give another --seed");
         seen.row(name, start.elapsed(), table);
         Ok(())
     }

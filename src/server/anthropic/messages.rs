@@ -39,6 +39,7 @@ pub(in crate::server) async fn answer(
     let generation = server.model().generation();
     let mut drawing = Drawing::take(&mut fields, generation, &[], "stop_sequences")?;
     drawing.limit("max_tokens", limit)?;
+    drawing.take_logit_bias(&mut fields, server.model().tokenizer().vocab_size())?;
     let conversation = conversation(&mut fields, server.model())?;
     rest(&mut fields)?;
     fields.finish()?;

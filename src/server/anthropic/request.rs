@@ -118,7 +118,11 @@ fn tools(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
         if let Some(text) = tool.take::<String>("description")? {
             function["description"] = text.into();
         }
-        function["parameters"] = Value::Object(tool.require("input_schema")?);
+        let mut schema: Map<String, Value> = tool.require("input_schema")?;
+        // Where schemas have them, and templates show them.
+        schema
+            .extend(tool.take::<Vec<Value>>("input_examples")?.map(|list| ("examples".into(), list.into())));
+        function["parameters"] = schema.into();
         if tool.take::<bool>("strict")?.unwrap_or_default() {
             function["strict"] = true.into();
         }
@@ -129,7 +133,7 @@ fn tools(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
             &[json!(false)],
             "this server has no search for tools: offer it or do not",
         )?;
-        tool.skip(&["input_examples", "eager_input_streaming"]);
+        tool.skip(&["eager_input_streaming"]);
         tool.finish()?;
         Ok(json!({ "type": "function", "function": function }))
     });

@@ -111,7 +111,7 @@ pub(super) async fn model(
 
 /// The model, and how much it can take as it is served.
 fn card(server: &Server) -> Value {
-    let context = server.running().map(|service| service.context());
+    let context = server.running().ok().map(|service| service.context());
     let created = server.model().created();
     let created_at = jiff::Timestamp::from_second(created as i64).unwrap_or_default();
     json!({

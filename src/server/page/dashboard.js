@@ -11,8 +11,15 @@ const EVERY_MS = 1000;
 const NOW_SECONDS = 5;
 /** Arrow keys move a slider step by step: it is let go of when it rests so long. */
 const REST_MS = 400;
-/** How many times of what it has the key-value cache may be asked to have, where nothing says what there is. */
+/** How many times of what it has the key-value cache may be asked to have, where it shares memory with nothing else. */
 const MOST_GROWTH = 4;
+/** What each slider divides: how many there are, bytes of one, and words for a number of them; nothing where a model has none. */
+const DIVIDED = {
+  "expert-slots": ({ experts: e }) =>
+    e && { now: e.n_slots, bytes: e.record_bytes, most: e.n_experts, words: (n) => `${count(n)} of ${count(e.n_experts)} experts` },
+  "kv-tokens": (cache) => ({ now: cache.kv_tokens, bytes: cache.kv_token_bytes, words: (n) => `${count(n)} tokens` }),
+  "state-slots": ({ states: s }) => s && { now: s.n_slots, bytes: s.state_bytes, words: (n) => `${count(n)} for prompts to come` },
+};
 
 const SUMS = ["decoded_tokens", "prefilled_tokens", "cached_tokens"];
 const EXPERT_SUMS = ["hits", "fetched", "in_place", "on_host", "streamed"];
@@ -27,7 +34,8 @@ let isReading = false;
 /** Whether the sliders show what somebody wants, and not what is. */
 let isHeld = false;
 let resting = 0;
-let mostKvTokens = 0;
+/** The most bytes that were divided so far. */
+let mostBytes = 0;
 let lines;
 let layers;
 let parts;
@@ -54,7 +62,7 @@ export function begin() {
       ["place", "read in place, over the link"],
       ["host", "computed on the CPU"],
     ]),
-    memory: new Parts(one("parts", "memory"), [["hit", "expert slots"], ["fetch", "key-value cache"], ["place", "states of running requests"]]),
+    memory: new Parts(one("parts", "memory"), [["hit", "expert slots"], ["fetch", "key-value cache"], ["place", "states of recurrent layers"]]),
   };
   for (const slider of sliders()) {
     slider.addEventListener("input", () => {
@@ -214,48 +222,42 @@ function figures(texts) {
 
 // Device memory.
 
-const sliders = () => [byId("expert-slots"), byId("kv-tokens")];
+const sliders = () => Object.keys(DIVIDED).map(byId);
+const divided = (slider) => DIVIDED[slider.id](samples.at(-1).stats.cache);
 
-function showMemory(cache) {
-  const { experts, kv_tokens: kvTokens, kv_token_bytes: tokenBytes, state_bytes: stateBytes } = cache;
+function showMemory({ experts, kv_tokens: kvTokens, kv_token_bytes: tokenBytes, state_bytes: stateBytes }) {
   const sizes = [experts ? experts.n_slots * experts.record_bytes : 0, kvTokens * tokenBytes, stateBytes];
-  const bar = document.querySelector("[data-parts=memory]");
-  // Not every server says how many bytes a token takes.
-  bar.hidden = !tokenBytes;
-  if (tokenBytes) parts.memory.draw(sizes, sizes.map((size) => size > 0 && bytes(size)));
+  parts.memory.draw(sizes, sizes.map((size) => size > 0 && bytes(size)));
   if (isHeld) return;
-  const most = tokenBytes && experts ? Math.floor((sizes[0] + sizes[1]) / tokenBytes) : MOST_GROWTH * kvTokens;
-  mostKvTokens = Math.max(mostKvTokens, most);
-  const [slots, tokens] = sliders();
-  if (experts) {
-    slots.max = experts.n_experts;
-    slots.value = experts.n_slots;
+  const there = sliders().map((slider) => [slider, divided(slider)]);
+  const all = there.filter(([, what]) => what);
+  const growth = all.length > 1 ? 1 : MOST_GROWTH;
+  mostBytes = Math.max(mostBytes, growth * sum(all.map(([, what]) => what.now * what.bytes)));
+  for (const [slider, what] of there) {
+    slider.parentElement.hidden = !what;
+    if (!what) continue;
+    slider.max = what.most ?? Math.max(Math.floor(mostBytes / what.bytes), what.now);
+    slider.value = what.now;
   }
-  tokens.min = tokens.step;
-  tokens.max = mostKvTokens;
-  tokens.value = kvTokens;
   showSliders();
 }
 
 function showSliders() {
-  const { experts, kv_token_bytes: tokenBytes } = samples.at(-1).stats.cache;
-  const [slots, tokens] = sliders().map((slider) => slider.valueAsNumber);
-  const texts = [
-    experts ? `${count(slots)} of ${count(experts.n_experts)} experts, ${bytes(slots * experts.record_bytes)}` : "",
-    tokenBytes ? `${count(tokens)} tokens, ${bytes(tokens * tokenBytes)}` : `${count(tokens)} tokens`,
-  ];
-  sliders().forEach((slider, index) => {
-    byId(`${slider.id}-value`).textContent = texts[index];
-    slider.setAttribute("aria-valuetext", texts[index]);
-  });
+  for (const slider of sliders()) {
+    const what = divided(slider);
+    if (!what) continue;
+    const number = slider.valueAsNumber;
+    const text = `${what.words(number)}, ${bytes(number * what.bytes)}`;
+    byId(`${slider.id}-value`).textContent = text;
+    slider.setAttribute("aria-valuetext", text);
+  }
 }
 
 async function divide() {
-  const { experts } = samples.at(-1).stats.cache;
-  const [slots, tokens] = sliders().map((slider) => slider.valueAsNumber);
+  const wanted = sliders().filter(divided).map((slider) => [slider.name, slider.valueAsNumber]);
   state("pending", "Dividing memory …");
   try {
-    await post("v1/cache/resize", { ...(experts && { expert_slots: slots }), kv_tokens: tokens });
+    await post("v1/cache/resize", Object.fromEntries(wanted));
     state("done", "Memory is divided anew.");
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
