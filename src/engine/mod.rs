@@ -8,6 +8,7 @@ mod error;
 mod input;
 mod kv;
 mod layered;
+mod limits;
 mod options;
 mod prefill;
 mod prefix;

@@ -21,7 +21,7 @@ pub(super) struct Snapshots {
 }
 
 /// States that are kept for sequences to come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct KeptStates {
     /// Bytes of one.
     pub state_bytes: usize,
@@ -34,6 +34,7 @@ pub struct KeptStates {
     /// States there.
     pub n_in_host: usize,
     /// What happened so far.
+    #[serde(flatten)]
     pub counters: StateCounters,
 }
 
@@ -80,7 +81,8 @@ impl Snapshots {
         &mut self.host[place]
     }
 
-    /// Follows a change of the numbers of places; behind it there are `n_slots` slots at most.
+    /// Follows a change of the numbers of places; behind it there are `n_slots` slots at most. After an error nobody knows what
+    /// host memory holds.
     pub(super) fn restow(
         &mut self,
         backend: &dyn Backend,
@@ -91,7 +93,8 @@ impl Snapshots {
         let taken = restow.slots.iter().map(|&slot| self.slots[slot as usize].clone());
         let free = (0..self.slots.len()).filter(|&slot| !restow.slots.contains(&(slot as u32)));
         self.slots = taken.chain(free.map(|slot| self.slots[slot].clone())).take(n_slots).collect();
-        self.host = restow.host.iter().map(|&place| std::mem::take(&mut self.host[place as usize])).collect();
+        let host = restow.host.iter().map(|&place| self.host.get_mut(place as usize).map(std::mem::take));
+        self.host = host.map(Option::unwrap_or_default).collect();
         spilled
     }
 }

@@ -38,7 +38,7 @@ pub(in crate::engine) struct Restow {
 }
 
 /// Sums since the start.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct StateCounters {
     /// Sequences that went on from a state in a slot of the device.
     pub slot_hits: u64,
