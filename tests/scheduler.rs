@@ -5,12 +5,10 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use freetoken::{
-    engine::{Division, EngineOptions, sampling::SamplingParams},
+    engine::{Division, EngineOptions, KeptStates, sampling::SamplingParams},
     model_files::ModelFiles,
     moe::{CacheSize, ElasticOptions},
-    scheduler::{
-        Ended, Event, Events, Refusal, Request, Scheduler, SchedulerOptions, Service, States, Stop, Usage,
-    },
+    scheduler::{Ended, Event, Events, Refusal, Request, Scheduler, SchedulerOptions, Service, Stop, Usage},
 };
 use freetoken_backend::{PAGE_TOKENS, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
@@ -256,16 +254,20 @@ fn a_recurrent_model_goes_on_from_the_states_that_were_kept() {
     for state_slots in [0, 2, 32] {
         let states = goes_on_from_states(state_slots);
         assert_eq!(
-            (states.slot_hits > 0, states.host_hits > 0),
+            (states.counters.slot_hits > 0, states.counters.host_hits > 0),
             (state_slots > 0, state_slots < 32),
             "{states:?}"
         );
-        assert_eq!((states.n_slots, states.spilled > 0), (state_slots, state_slots == 2), "{states:?}");
-        assert_eq!(states.slot_hits + states.host_hits, 5, "{states:?}");
+        assert_eq!(
+            (states.n_slots, states.counters.spilled > 0),
+            (state_slots, state_slots == 2),
+            "{states:?}"
+        );
+        assert_eq!(states.counters.slot_hits + states.counters.host_hits, 5, "{states:?}");
     }
 }
 
-fn goes_on_from_states(state_slots: usize) -> States {
+fn goes_on_from_states(state_slots: usize) -> KeptStates {
     let fresh = |prompt: &[u32]| answer(recurrent(0).submit(request(prompt, 10)).unwrap()).0;
     let scheduler = recurrent(state_slots);
     let system = small(1, 50);
@@ -312,24 +314,57 @@ fn kept_states_follow_a_division_of_the_memory() {
     assert_eq!((before.n_in_slots, before.n_in_host), (3, 0), "behind 48 tokens, 96, and all: {before:?}");
     // The coldest two move.
     let one = states(Some(1), None);
-    assert_eq!((one.n_slots, one.n_in_slots, one.n_in_host, one.spilled), (1, 1, 2, 2), "{one:?}");
+    assert_eq!((one.n_slots, one.n_in_slots, one.n_in_host, one.counters.spilled), (1, 1, 2, 2), "{one:?}");
     let (again, ended) = found(&first);
     assert_eq!((&again, ended.usage.cached_tokens), (&text, 96));
     // Room for one: it is the one that was used.
-    let none = states(Some(0), Some(before.state_bytes as usize));
-    assert_eq!((none.n_slots, none.n_host, none.n_in_host, none.dropped), (0, 1, 1, 2), "{none:?}");
+    let none = states(Some(0), Some(before.state_bytes));
+    assert_eq!((none.n_slots, none.n_host, none.n_in_host, none.counters.dropped), (0, 1, 1, 2), "{none:?}");
     assert_eq!(found(&first).1.usage.cached_tokens, 96);
     // Slots again, and nothing else.
     let before = states(Some(3), Some(0));
     assert_eq!((before.n_slots, before.n_host, before.n_in_host), (3, 0, 0), "{before:?}");
     let texts = [found(&first).0, found(&first).0];
     assert_eq!(texts, [text.clone(), text]);
-    assert_eq!(scheduler.stats().cache.states.unwrap().slot_hits, before.slot_hits + 1);
+    assert_eq!(scheduler.stats().cache.states.unwrap().counters.slot_hits, before.counters.slot_hits + 1);
     let too_many = Division { state_slots: Some(1 << 40), ..Division::default() };
     let error = scheduler.divide(too_many).unwrap_err();
     assert!(error.contains("more device memory") && error.contains("states of recurrent layers"), "{error}");
     let text_of_other = found(&small(9, 80)).0;
     assert_eq!(text_of_other, answer(recurrent(0).submit(request(&small(9, 80), 10)).unwrap()).0);
+}
+
+#[test]
+fn what_left_is_computed_again_and_no_text_changes() {
+    let state_cache = recurrent(0).stats().cache.states.unwrap().state_bytes;
+    // Room for two prompts of three, or for the states of one: in a slot, and in host memory.
+    let options = EngineOptions {
+        context: 256,
+        kv_tokens: Some(256),
+        state_slots: 1,
+        state_cache,
+        ..EngineOptions::default()
+    };
+    for model in ["models/demo", "tests/golden/qwen3_5_moe-f32"] {
+        let prompts = [1, 2, 3].map(|seed| small(seed, 100));
+        let start = || scheduler_of(model, &options, 1, 8);
+        let alone = prompts.each_ref().map(|prompt| answer(start().submit(request(prompt, 10)).unwrap()).0);
+        let scheduler = start();
+        let order = [0, 0, 1, 2, 2, 0, 1, 1];
+        let n_found = order.map(|i| {
+            let (text, ended) = answer(scheduler.submit(request(&prompts[i], 10)).unwrap());
+            assert_eq!(text, alone[i], "{model}");
+            ended.usage.cached_tokens
+        });
+        assert_eq!([1, 4, 7].map(|again| n_found[again]), [96; 3], "{model}: asked twice in a row");
+        assert!(n_found[5] + n_found[6] < 2 * 96, "{model}: {n_found:?}");
+        let cache = scheduler.stats().cache;
+        assert!(cache.kv_tokens_running == 0 && cache.kv_tokens_kept <= 256, "{cache:?}");
+        if let Some(states) = cache.states {
+            assert_eq!((states.n_in_slots, states.n_in_host), (1, 1), "{states:?}");
+            assert!(states.counters.dropped > 0 && states.counters.spilled > 0, "{states:?}");
+        }
+    }
 }
 
 #[test]

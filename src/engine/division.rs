@@ -184,7 +184,7 @@ impl Engine {
         if moved.is_err() {
             self.prefixes.forget_states(&mut self.pool);
         }
-        Ok(moved?)
+        moved
     }
 }
 

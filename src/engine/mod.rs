@@ -8,6 +8,7 @@ mod error;
 mod input;
 mod kv;
 mod layered;
+mod limits;
 mod made_up;
 mod options;
 mod prefill;

@@ -2,7 +2,7 @@
 
 use freetoken_backend::Caps;
 
-use super::batch::{self, Limits};
+use super::limits::Limits;
 use crate::{
     models::Sizes,
     moe::{CacheSize, ElasticOptions},
@@ -62,5 +62,5 @@ pub fn step_bytes(
 ) -> u64 {
     let context = options.context.clamp(1, sizes.max_positions);
     let limits = Limits::new(sizes, caps, options, context, memory, streamed);
-    batch::bytes(sizes, &limits, caps.precision)
+    limits.bytes(sizes, caps.precision)
 }

@@ -5,8 +5,8 @@ use std::{collections::hash_map::Entry, iter::once};
 
 use super::{
     Engine, EngineError, Sequence,
-    batch::MAX_SEQUENCES,
     layered::Layered,
+    limits::MAX_SEQUENCES,
     programs::{self, Kind},
     step::{MOST_ROUTED_ROWS, replay, settle},
 };

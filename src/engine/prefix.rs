@@ -6,6 +6,7 @@
 //! The prefill rate and the bytes of a page or a state are factors of all of them, and drop out. It knows pages and places of
 //! states by number, and no device.
 
+mod states;
 #[cfg(test)]
 mod tests;
 
@@ -17,6 +18,9 @@ use std::{
 
 use freetoken_backend::PAGE_TOKENS;
 
+use self::states::KeptState;
+pub use self::states::StateCounters;
+pub(super) use self::states::{Restow, Stow};
 use super::{
     BlockPool,
     state_places::{Place, StatePlaces},
@@ -55,13 +59,6 @@ struct Node {
     state: Option<KeptState>,
 }
 
-/// What recurrent layers keep behind the last token of a node.
-#[derive(Debug)]
-struct KeptState {
-    place: Place,
-    age: Age,
-}
-
 /// What [`PrefixCache::adopt`] found.
 #[derive(Debug, Default)]
 pub(super) struct Found {
@@ -72,39 +69,6 @@ pub(super) struct Found {
     pub(super) state: Option<Place>,
     /// The slot that it is to be copied to beside: it lay in host memory, and lies there now.
     pub(super) moved_to: Option<u32>,
-}
-
-/// What must be copied so that a state is kept, in order.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Stow {
-    /// A state that makes room: from this slot to this place of host memory.
-    pub(super) spill: Option<[u32; 2]>,
-    /// Where the new one goes.
-    pub(super) place: Place,
-}
-
-/// What must be moved so that there are other numbers of places, in order.
-#[derive(Debug, Default)]
-pub(super) struct Restow {
-    /// States that go from a slot to a place of host memory.
-    pub(super) spills: Vec<[u32; 2]>,
-    /// The slots that become the first ones, by their old number.
-    pub(super) slots: Vec<u32>,
-    /// The same for host memory.
-    pub(super) host: Vec<u32>,
-}
-
-/// Sums since the start.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct StateCounters {
-    /// Sequences that went on from a state in a slot of the device.
-    pub slot_hits: u64,
-    /// From one in host memory.
-    pub host_hits: u64,
-    /// States that went from a slot to host memory.
-    pub spilled: u64,
-    /// States that left for the room of others.
-    pub dropped: u64,
 }
 
 /// The tree.
@@ -137,16 +101,6 @@ impl PrefixCache {
             places,
             counters: StateCounters::default(),
         }
-    }
-
-    /// Places of states.
-    pub(super) fn places(&self) -> Option<&StatePlaces> {
-        self.places.as_ref()
-    }
-
-    /// What happened to states.
-    pub(super) fn counters(&self) -> StateCounters {
-        self.counters
     }
 
     /// Pages that the tree holds and nobody else, and that lead to no page that is held: [`Self::evict`] can free them all.
@@ -207,21 +161,6 @@ impl PrefixCache {
         found
     }
 
-    /// Where a node's state lies; and the slot that it has from now on, where it lies in host memory and a slot is free.
-    fn use_state(&mut self, id: usize) -> (Option<Place>, Option<u32>) {
-        let PrefixCache { nodes, places, state_clock, .. } = self;
-        let state = nodes[id].as_mut().and_then(|node| node.state.as_mut());
-        let Some((state, places)) = state.zip(places.as_mut()) else { return (None, None) };
-        state_clock.count_use(&mut state.age);
-        let place = state.place;
-        let slot = matches!(place, Place::Host(_)).then(|| places.slots.take()).flatten();
-        if let Some(slot) = slot {
-            places.give_back(place);
-            state.place = Place::Slot(slot);
-        }
-        (Some(place), slot)
-    }
-
     /// Keeps the pages of `tokens`, and, where layers are recurrent, the state behind the last of them: what must be copied for
     /// that. The last page is kept where it is not full only with `with_tail`: nobody may write to it any more. Where a beginning
     /// is there already, its own pages stay. Asserts that a state stands behind what is kept.
@@ -270,96 +209,6 @@ impl PrefixCache {
         stow
     }
 
-    /// A free place for a state, taken; `None` where there are no places at all. Where all are taken, the state that is worth the
-    /// least leaves; where all slots are, the one whose use is longest ago goes to host memory, since that costs the same for each.
-    fn make_room_for_state(&mut self, pool: &mut BlockPool) -> Option<Stow> {
-        let places = self.places.as_ref().filter(|places| places.n() > 0)?;
-        if places.n_used() == places.n() {
-            self.drop_least_state(|_| true, pool);
-        }
-        let spill = match self.places.as_ref()?.slots {
-            ref slots if slots.n() > 0 && slots.n_used() == slots.n() => Some(self.spill()),
-            _ => None,
-        };
-        let places = self.places.as_mut()?;
-        let slot = places.slots.take().map(Place::Slot);
-        let place = slot.or_else(|| places.host.take().map(Place::Host)).expect("a free place");
-        Some(Stow { spill, place })
-    }
-
-    /// Moves the state in a slot whose use is longest ago to host memory, which has room.
-    fn spill(&mut self) -> [u32; 2] {
-        let PrefixCache { nodes, places, counters, .. } = self;
-        let states = nodes.iter_mut().flatten().filter_map(|node| node.state.as_mut());
-        let in_slots = states.filter(|state| matches!(state.place, Place::Slot(_)));
-        let coldest = in_slots.min_by_key(|state| state.age.turn).expect("slots are taken by states");
-        let places = places.as_mut().expect("a state has a place");
-        let host = places.host.take().expect("host memory has room");
-        let Place::Slot(slot) = std::mem::replace(&mut coldest.place, Place::Host(host)) else {
-            unreachable!("one of those in slots")
-        };
-        places.give_back(Place::Slot(slot));
-        counters.spilled += 1;
-        [slot, host]
-    }
-
-    /// Drops the state that is worth the least of those whose place is one of these, and pages that lead to no state then.
-    fn drop_least_state(&mut self, is_one: impl Fn(Place) -> bool, pool: &mut BlockPool) {
-        let ids = (0..self.nodes.len()).filter(|&id| {
-            let node = self.nodes[id].as_ref();
-            node.and_then(|node| node.state.as_ref()).is_some_and(|state| is_one(state.place))
-        });
-        let priority = |id: usize| {
-            let state = self.node(id).state.as_ref().expect("one of those with a state");
-            state.age.priority(self.tokens_of_state(id))
-        };
-        let (priority, id) = ids.map(|id| (priority(id), id)).min().expect("places are taken by states");
-        self.state_clock.leave(priority);
-        self.drop_state(id);
-        self.counters.dropped += 1;
-        self.trim(Some(id), pool);
-    }
-
-    /// Changes the number of places; states for which none is left leave, those that are worth the least first. Asserts that
-    /// layers are recurrent.
-    pub(super) fn restow(&mut self, n_slots: usize, n_host: usize, pool: &mut BlockPool) -> Restow {
-        let mut restow = Restow::default();
-        self.places.as_mut().expect("recurrent layers").host.grow(n_host);
-        loop {
-            let StatePlaces { slots, host } = self.places.as_ref().expect("looked at above");
-            if host.n_used() > n_host {
-                self.drop_least_state(|place| matches!(place, Place::Host(_)), pool);
-            } else if slots.n_used() <= n_slots {
-                break;
-            } else if host.n_used() < n_host {
-                restow.spills.push(self.spill());
-            } else {
-                self.drop_least_state(|_| true, pool);
-            }
-        }
-        for place in self.nodes.iter_mut().flatten().filter_map(|node| Some(&mut node.state.as_mut()?.place))
-        {
-            let (number, numbers) = match place {
-                Place::Slot(number) => (number, &mut restow.slots),
-                Place::Host(number) => (number, &mut restow.host),
-            };
-            numbers.push(std::mem::replace(number, numbers.len() as u32));
-        }
-        let n_used = [restow.slots.len(), restow.host.len()];
-        self.places = Some(StatePlaces::with_used(n_slots, n_host, n_used));
-        restow
-    }
-
-    /// Forgets all states, and with them all that is kept: nobody knows any more what is in their places.
-    pub(super) fn forget_states(&mut self, pool: &mut BlockPool) {
-        for id in 0..self.nodes.len() {
-            if self.nodes[id].as_ref().is_some_and(|node| node.state.is_some()) {
-                self.drop_state(id);
-                self.trim(Some(id), pool);
-            }
-        }
-    }
-
     /// Frees `n` pages that nobody else holds, or as many as there are: leaves, and where layers are recurrent what leads to no
     /// state without them, so that it may be a few more. How many.
     pub(super) fn evict(&mut self, n: usize, pool: &mut BlockPool) -> usize {
@@ -401,13 +250,6 @@ impl PrefixCache {
         path
     }
 
-    /// Whether a state is kept behind these tokens.
-    fn has_state(&self, tokens: &[u32]) -> bool {
-        let mut keys = tokens.chunks(PAGE_TOKENS).map(PageKey::new);
-        let last = keys.try_fold(None, |at, key| self.children.get(&(at, key)).map(|&child| Some(child)));
-        last.flatten().is_some_and(|id| self.node(id).state.is_some())
-    }
-
     fn node(&self, id: usize) -> &Node {
         self.nodes[id].as_ref().expect("the number of a node")
     }
@@ -416,12 +258,6 @@ impl PrefixCache {
     fn above(&self, id: usize) -> impl Iterator<Item = &Node> {
         let up = |node: &&Node| node.parent.map(|id| self.node(id));
         successors(up(&self.node(id)), up)
-    }
-
-    /// Tokens that would have to be computed to have the state of a node again: those behind the next state above.
-    fn tokens_of_state(&self, id: usize) -> u64 {
-        let above = self.above(id).take_while(|node| node.state.is_none());
-        (self.node(id).key.n + above.map(|node| node.key.n).sum::<usize>()) as u64
     }
 
     /// When a leaf leaves. Without it and its state, the pages above lead nowhere up to the next one that leads elsewhere: they
@@ -452,16 +288,10 @@ impl PrefixCache {
 
     /// Takes a leaf out and lets go of its page; its parent.
     fn drop_node(&mut self, id: usize, pool: &mut BlockPool) -> Option<usize> {
-        let Node { parent, page, .. } = self.remove(id);
+        let Node { parent, page, state, .. } = self.remove(id);
+        self.counters.dropped += u64::from(state.is_some());
         pool.drop_holder(page);
         parent
-    }
-
-    fn drop_state(&mut self, id: usize) {
-        let state = self.nodes[id].as_mut().and_then(|node| node.state.take());
-        if let (Some(state), Some(places)) = (state, &mut self.places) {
-            places.give_back(state.place);
-        }
     }
 
     /// Takes a leaf out. The place of its state is free then.

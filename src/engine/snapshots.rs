@@ -1,7 +1,7 @@
 //! Copies of recurrent states that outlive a step: what later sequences go on from, in slots of the device and in host memory,
 //! and the state before a chunk that may be abandoned. It moves bytes; what is kept, and where, is decided by `prefix`.
 
-use freetoken_backend::{Backend, Result, View, ViewCopy};
+use freetoken_backend::{Backend, View, ViewCopy};
 
 use super::{
     Engine, EngineError, Sequence,
@@ -21,7 +21,7 @@ pub(super) struct Snapshots {
 }
 
 /// States that are kept for sequences to come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct KeptStates {
     /// Bytes of one.
     pub state_bytes: usize,
@@ -34,6 +34,7 @@ pub struct KeptStates {
     /// States there.
     pub n_in_host: usize,
     /// What happened so far.
+    #[serde(flatten)]
     pub counters: StateCounters,
 }
 
@@ -42,7 +43,12 @@ impl Snapshots {
     ///
     /// # Errors
     /// The device has no room.
-    pub(super) fn new(backend: &dyn Backend, bytes: usize, n_slots: usize, undoes: bool) -> Result<Self> {
+    pub(super) fn new(
+        backend: &dyn Backend,
+        bytes: usize,
+        n_slots: usize,
+        undoes: bool,
+    ) -> Result<Self, EngineError> {
         let mut snapshots = Snapshots::default();
         snapshots.grow(backend, bytes, n_slots)?;
         if undoes {
@@ -52,7 +58,7 @@ impl Snapshots {
     }
 
     /// Makes slots until there are `n`.
-    pub(super) fn grow(&mut self, backend: &dyn Backend, bytes: usize, n: usize) -> Result<()> {
+    pub(super) fn grow(&mut self, backend: &dyn Backend, bytes: usize, n: usize) -> Result<(), EngineError> {
         while self.slots.len() < n {
             self.slots.push(backend.alloc(bytes)?.whole());
         }
@@ -60,9 +66,9 @@ impl Snapshots {
     }
 
     /// Moves a state from a slot to host memory; returns when it is there.
-    fn spill(&mut self, backend: &dyn Backend, [slot, place]: [u32; 2]) -> Result<()> {
+    fn spill(&mut self, backend: &dyn Backend, [slot, place]: [u32; 2]) -> Result<(), EngineError> {
         let slot = self.slots[slot as usize].clone();
-        backend.read(&slot, self.host_room(place, slot.bytes()))
+        Ok(backend.read(&slot, self.host_room(place, slot.bytes()))?)
     }
 
     /// A place in host memory, for `bytes`.
@@ -75,39 +81,29 @@ impl Snapshots {
         &mut self.host[place]
     }
 
-    /// Follows a change of the numbers of places; behind it there are `n_slots` slots at most.
-    pub(super) fn restow(&mut self, backend: &dyn Backend, restow: &Restow, n_slots: usize) -> Result<()> {
+    /// Follows a change of the numbers of places; behind it there are `n_slots` slots at most. After an error nobody knows what
+    /// host memory holds.
+    pub(super) fn restow(
+        &mut self,
+        backend: &dyn Backend,
+        restow: &Restow,
+        n_slots: usize,
+    ) -> Result<(), EngineError> {
         let spilled = restow.spills.iter().try_for_each(|&spill| self.spill(backend, spill));
         let taken = restow.slots.iter().map(|&slot| self.slots[slot as usize].clone());
         let free = (0..self.slots.len()).filter(|&slot| !restow.slots.contains(&(slot as u32)));
         self.slots = taken.chain(free.map(|slot| self.slots[slot].clone())).take(n_slots).collect();
-        self.host = restow.host.iter().map(|&place| std::mem::take(&mut self.host[place as usize])).collect();
+        let host = restow.host.iter().map(|&place| self.host.get_mut(place as usize).map(std::mem::take));
+        self.host = host.map(Option::unwrap_or_default).collect();
         spilled
     }
 }
 
-/// The parts of a state and the same bytes of a copy, in one direction or the other.
-fn copies(
-    parts: impl Iterator<Item = View>,
-    whole: &View,
-    copy: fn(View, View) -> ViewCopy,
-) -> Vec<ViewCopy> {
-    let mut start = 0;
-    let copies = parts.map(|part| {
-        let end = start + part.bytes();
-        let place = whole.slice(start..end);
-        start = end;
-        copy(part, place)
-    });
-    copies.collect()
-}
-
-fn away(part: View, place: View) -> ViewCopy {
-    ViewCopy { src: part, dst: place }
-}
-
-fn back(part: View, place: View) -> ViewCopy {
-    ViewCopy { src: place, dst: part }
+/// Which way a state is copied.
+#[derive(Clone, Copy)]
+enum Way {
+    ToSnapshot,
+    FromSnapshot,
 }
 
 impl Engine {
@@ -130,7 +126,7 @@ impl Engine {
     }
 
     /// Copies the state of a sequence to where it is kept. Into a slot it is queued behind the last step, and nobody waits.
-    pub(super) fn stow(&mut self, sequence: &Sequence, stow: &Stow) -> std::result::Result<(), EngineError> {
+    pub(super) fn stow(&mut self, sequence: &Sequence, stow: &Stow) -> Result<(), EngineError> {
         if let Some(spill) = stow.spill {
             self.snapshots.spill(&*self.backend, spill)?;
         }
@@ -149,11 +145,11 @@ impl Engine {
     }
 
     /// Makes a state that is kept a sequence's own. The sequence has a place for it.
-    pub(super) fn take_up(&self, sequence: &Sequence, place: Place) -> std::result::Result<(), EngineError> {
+    pub(super) fn take_up(&self, sequence: &Sequence, place: Place) -> Result<(), EngineError> {
         match place {
             Place::Slot(slot) => {
                 let slot = &self.snapshots.slots[slot as usize];
-                self.backend.copy(&copies(self.state_parts(sequence), slot, back))?;
+                self.copy_state(sequence, slot, Way::FromSnapshot)?;
             }
             Place::Host(place) => {
                 let mut rest = &self.snapshots.host[place as usize][..];
@@ -167,32 +163,39 @@ impl Engine {
     }
 
     /// Queues a copy of a sequence's state into a slot.
-    pub(super) fn copy_to_slot(
-        &self,
-        sequence: &Sequence,
-        slot: u32,
-    ) -> std::result::Result<(), EngineError> {
-        let slot = &self.snapshots.slots[slot as usize];
-        Ok(self.backend.copy(&copies(self.state_parts(sequence), slot, away))?)
+    pub(super) fn copy_to_slot(&self, sequence: &Sequence, slot: u32) -> Result<(), EngineError> {
+        self.copy_state(sequence, &self.snapshots.slots[slot as usize], Way::ToSnapshot)
     }
 
     /// Puts the state of a sequence aside before a chunk that may be abandoned.
-    pub(super) fn put_aside(&self, sequence: &Sequence) -> std::result::Result<(), EngineError> {
-        match &self.snapshots.before_chunk {
-            Some(aside) if sequence.n_computed() > 0 => {
-                Ok(self.backend.copy(&copies(self.state_parts(sequence), aside, away))?)
-            }
-            _ => Ok(()),
-        }
+    pub(super) fn put_aside(&self, sequence: &Sequence) -> Result<(), EngineError> {
+        self.copy_before_chunk(sequence, Way::ToSnapshot)
     }
 
     /// Brings it back.
-    pub(super) fn bring_back(&self, sequence: &Sequence) -> std::result::Result<(), EngineError> {
-        match &self.snapshots.before_chunk {
-            Some(aside) if sequence.n_computed() > 0 => {
-                Ok(self.backend.copy(&copies(self.state_parts(sequence), aside, back))?)
+    pub(super) fn bring_back(&self, sequence: &Sequence) -> Result<(), EngineError> {
+        self.copy_before_chunk(sequence, Way::FromSnapshot)
+    }
+
+    fn copy_before_chunk(&self, sequence: &Sequence, way: Way) -> Result<(), EngineError> {
+        // Before its first token a sequence has no state.
+        let snapshot = self.snapshots.before_chunk.as_ref().filter(|_| sequence.n_computed() > 0);
+        snapshot.map_or(Ok(()), |snapshot| self.copy_state(sequence, snapshot, way))
+    }
+
+    /// Queues the copies between the parts of a sequence's state and a snapshot.
+    fn copy_state(&self, sequence: &Sequence, snapshot: &View, way: Way) -> Result<(), EngineError> {
+        let mut start = 0;
+        let copies = self.state_parts(sequence).map(|part| {
+            let end = start + part.bytes();
+            let place = snapshot.slice(start..end);
+            start = end;
+            match way {
+                Way::ToSnapshot => ViewCopy { src: part, dst: place },
+                Way::FromSnapshot => ViewCopy { src: place, dst: part },
             }
-            _ => Ok(()),
-        }
+        });
+        let copies: Vec<ViewCopy> = copies.collect();
+        Ok(self.backend.copy(&copies)?)
     }
 }

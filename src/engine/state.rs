@@ -35,7 +35,7 @@ impl RecurrentState {
     }
 }
 
-/// Hands out places of states.
+/// Hands out places of states to sequences that run.
 #[derive(Debug)]
 pub(super) struct StatePool {
     n: usize,

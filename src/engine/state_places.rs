@@ -80,6 +80,12 @@ impl StatePlaces {
         self.slots.n_used() + self.host.n_used()
     }
 
+    /// A free place, taken: a slot where there is one.
+    pub(super) fn take(&mut self) -> Option<Place> {
+        let slot = self.slots.take().map(Place::Slot);
+        slot.or_else(|| self.host.take().map(Place::Host))
+    }
+
     /// Makes a place free.
     pub(super) fn give_back(&mut self, place: Place) {
         match place {

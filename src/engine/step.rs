@@ -8,10 +8,10 @@ use freetoken_backend::{Backend, NoRoutePoints, PAGE_TOKENS, Program, Stage};
 
 use super::{
     Batch, BlockPool, EngineError, EngineOptions, Sequence,
-    batch::{self, Limits, MAX_SEQUENCES},
     draw::Drawer,
     input::StepInput,
     layered::Layered,
+    limits::{Limits, MAX_SEQUENCES},
     prefill::OpenChunk,
     prefix::PrefixCache,
     programs::{self, Kind, Programs, output},
@@ -78,7 +78,7 @@ impl Engine {
             ExpertPlan::Resident | ExpertPlan::InPlace => (false, None),
         };
         let limits = |context: usize| Limits::new(sizes, caps, options, context, memory, streamed);
-        let needed = |context: usize| batch::bytes(sizes, &limits(context), caps.precision);
+        let needed = |context: usize| limits(context).bytes(sizes, caps.precision);
         if let Some(free) = free.filter(|&free| needed(context) > free) {
             let mut fits = context;
             while fits > PAGE_TOKENS && needed(fits) > free {
@@ -175,7 +175,7 @@ impl Engine {
 
     /// Bytes of device memory for caches and activations.
     pub fn bytes(&self) -> u64 {
-        batch::bytes(self.model.sizes(), &self.limits, self.backend.caps().precision)
+        self.limits.bytes(self.model.sizes(), self.backend.caps().precision)
     }
 
     /// The stages of a decode step for `n` sequences: what it runs, for reports.

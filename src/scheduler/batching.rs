@@ -18,8 +18,8 @@ use freetoken_backend::PAGE_TOKENS;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::{
-    Cache, Ended, Event, Events, Experts, Refusal, Request, Routed, Service, States, Stats, Stop, Token,
-    Usage, row_draw::RowDraw,
+    Cache, Ended, Event, Events, Experts, Refusal, Request, Routed, Service, Stats, Stop, Token, Usage,
+    row_draw::RowDraw,
 };
 use crate::{
     engine::{
@@ -463,24 +463,13 @@ impl Worker {
                 streamed: counters.prefill.n_fetched,
             }
         });
-        let states = engine.kept_states().map(|kept| States {
-            n_slots: kept.n_slots,
-            n_in_slots: kept.n_in_slots,
-            n_host: kept.n_host,
-            n_in_host: kept.n_in_host,
-            state_bytes: kept.state_bytes as u64,
-            slot_hits: kept.counters.slot_hits,
-            host_hits: kept.counters.host_hits,
-            spilled: kept.counters.spilled,
-            dropped: kept.counters.dropped,
-        });
         Cache {
             kv_tokens: pages.total * PAGE_TOKENS,
             kv_tokens_running: pages.running * PAGE_TOKENS,
             kv_tokens_kept: pages.kept * PAGE_TOKENS,
             kv_token_bytes: engine.page_bytes() / PAGE_TOKENS as u64,
             state_bytes: engine.state_device_bytes(),
-            states,
+            states: engine.kept_states(),
             experts,
         }
     }

@@ -3,7 +3,7 @@
 
 use tokio::sync::mpsc;
 
-use crate::engine::{Division, sampling::SamplingParams};
+use crate::engine::{Division, KeptStates, sampling::SamplingParams};
 
 /// A continuation that somebody wants.
 pub struct Request {
@@ -168,32 +168,9 @@ pub struct Cache {
     /// Device memory for states of recurrent layers, of running requests and kept ones.
     pub state_bytes: u64,
     /// States that are kept for prompts to come, where a model has any.
-    pub states: Option<States>,
+    pub states: Option<KeptStates>,
     /// Experts, where they are behind a cache.
     pub experts: Option<Experts>,
-}
-
-/// States that are kept for prompts to come: places now, and sums since the start.
-#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
-pub struct States {
-    /// Places on the device.
-    pub n_slots: usize,
-    /// Of those, taken.
-    pub n_in_slots: usize,
-    /// Most states in host memory.
-    pub n_host: usize,
-    /// States there.
-    pub n_in_host: usize,
-    /// Bytes of one.
-    pub state_bytes: u64,
-    /// Requests that went on from one on the device.
-    pub slot_hits: u64,
-    /// From one in host memory.
-    pub host_hits: u64,
-    /// That went from the device to host memory.
-    pub spilled: u64,
-    /// That left for the room of others.
-    pub dropped: u64,
 }
 
 /// Experts behind a cache: places now, and sums since the start.

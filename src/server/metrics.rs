@@ -56,10 +56,20 @@ pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
             page.sample("states_kept", "{place=\"slot\"}", states.n_in_slots);
             page.sample("states_kept", "{place=\"host\"}", states.n_in_host);
             page.head("state_hits_total", "counter", "Requests that went on from a state, by where it was.");
-            page.sample("state_hits_total", "{place=\"slot\"}", states.slot_hits);
-            page.sample("state_hits_total", "{place=\"host\"}", states.host_hits);
-            page.one("states_spilled_total", "counter", "States that went to host memory.", states.spilled);
-            page.one("states_dropped_total", "counter", "States that left for others.", states.dropped);
+            page.sample("state_hits_total", "{place=\"slot\"}", states.counters.slot_hits);
+            page.sample("state_hits_total", "{place=\"host\"}", states.counters.host_hits);
+            page.one(
+                "states_spilled_total",
+                "counter",
+                "States that went to host memory.",
+                states.counters.spilled,
+            );
+            page.one(
+                "states_dropped_total",
+                "counter",
+                "States that left for others.",
+                states.counters.dropped,
+            );
         }
         if let Some(experts) = stats.cache.experts {
             page.one("expert_slots", "gauge", "Places of experts on the device.", experts.n_slots);

@@ -92,6 +92,8 @@ async fn memory_is_divided_by_numbers_that_fit() {
         (json!({ "kv_tokens": 9000 }), "8192 tokens would fit"),
         (json!({}), "nothing to divide"),
         (json!({ "expert_slots": 3 }), "all experts are on the device"),
+        (json!({ "state_slots": 3 }), "no recurrent layers"),
+        (json!({ "state_cache_bytes": 1 << 20 }), "no recurrent layers"),
         (json!({ "kv_tokens": -1 }), "kv_tokens"),
         (json!({ "kv_tokens": 1, "slots": 2 }), "slots"),
     ] {
