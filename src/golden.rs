@@ -11,7 +11,6 @@ use crate::{
     chat::template::Prompt,
     engine::{Division, Engine, EngineOptions, Sequence, sampling::SamplingParams},
     formats::{json, safetensors::Shard},
-    loading,
     model_files::ModelFiles,
     moe::{CacheSize, Elastic, ElasticCounters, ElasticOptions, Mode, Rates},
 };
@@ -213,7 +212,7 @@ impl Placement {
 impl Ram {
     /// The budget of a model.
     fn bytes(self, files: &ModelFiles, backend: &dyn Backend, options: &EngineOptions) -> Result<u64> {
-        let demand = loading::plan(&files.config(), files.checkpoint(), backend, options)?.demand;
+        let demand = files.plan(backend, options)?.demand;
         let n_records = match self {
             Ram::Half => demand.n_experts / 2,
             // An expert of each layer, and two for a ring, where that is of the same memory.

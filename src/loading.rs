@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use freetoken_backend::{Backend, os, record};
+use freetoken_backend::{Backend, ExpertRecord, os, record as record_of};
 
 use crate::{
     devices,
@@ -41,22 +41,38 @@ pub fn load(
     options: &EngineOptions,
     progress: &mut dyn FnMut(u64),
 ) -> Result<Engine, LoadError> {
-    let LoadPlan { experts: plan, demand, .. } = plan(config, source, &*backend, options)?;
+    let plan = plan(config, source, &*backend, options)?;
+    load_as(&plan, config, source, backend, options, progress)
+}
+
+/// The same by a plan that was made for it.
+///
+/// # Errors
+/// [`LoadError`], one sentence.
+pub fn load_as(
+    plan: &LoadPlan,
+    config: &ConfigFile<'_>,
+    source: &dyn WeightSource,
+    backend: Arc<dyn Backend>,
+    options: &EngineOptions,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Engine, LoadError> {
+    let LoadPlan { experts: plan, demand, .. } = plan;
     let mut options = options.clone();
     let mut weights = Weights::new(&*backend, source, progress);
-    if let ExpertPlan::Cached { n_records: Some(n_records), .. } = plan {
+    if let ExpertPlan::Cached { n_records: Some(n_records), .. } = *plan {
         weights = weights.with_part_in_banks(ram::divide(n_records, demand.n_layers));
         if backend.caps().host_memory && options.expert_cache.is_none() {
             // What is in memory is the device's, what comes from the disk the host's, and both are one.
             options.elastic.host.get_or_insert_with(|| backend.clone());
             options.elastic.mode = Mode::Share(1.0);
         }
-    } else if plan != ExpertPlan::Resident {
+    } else if *plan != ExpertPlan::Resident {
         weights = weights.with_banks();
     }
     let model = models::load(config, &mut weights)?;
     let experts = weights.into_experts();
-    Ok(Engine::new(backend, model, experts, plan, &options)?)
+    Ok(Engine::new(backend, model, experts, *plan, &options)?)
 }
 
 /// What a model takes, what there is, and where its experts go.
@@ -70,6 +86,8 @@ pub struct LoadPlan {
     pub supply: Supply,
     /// What the model is made of.
     pub inventory: Inventory,
+    /// One expert, where there are any.
+    pub record: Option<ExpertRecord>,
 }
 
 /// Where the experts of a model go on a device; reads no weights.
@@ -89,10 +107,9 @@ pub fn plan(
     let EngineOptions { vram, expert_cache: cache, ram, .. } = *options;
     let (n_layers, n_experts) = sizes.moe.map_or((0, 0), |moe| (moe.n_layers, moe.n_layers * moe.n_experts));
     let expert_bytes = inventory.expert_bytes().unwrap_or(0) * n_experts as u64;
-    let record_bytes = match (sizes.moe, inventory.expert_format) {
-        (Some(moe), Some(format)) => record(format, sizes.hidden, moe.intermediate).bytes as u64,
-        _ => 0,
-    };
+    let record = sizes.moe.zip(inventory.expert_format);
+    let record = record.map(|(moe, format)| record_of(format, sizes.hidden, moe.intermediate));
+    let record_bytes = record.as_ref().map_or(0, |record| record.bytes as u64);
     let demand = Demand {
         dense_bytes: inventory.bytes() - expert_bytes,
         step_bytes: step_bytes(sizes, caps, options, vram.or(free), false),
@@ -116,5 +133,5 @@ pub fn plan(
     } else {
         budget::plan(&demand, &supply)?
     };
-    Ok(LoadPlan { experts, demand, supply, inventory })
+    Ok(LoadPlan { experts, demand, supply, inventory, record })
 }

@@ -22,7 +22,7 @@ use crate::{
         tokenizer::{Tokenizer, TokenizerError},
     },
     hub,
-    loading::{self, LoadError},
+    loading::{self, LoadError, LoadPlan},
     models::{ConfigFile, TensorError, WeightSource},
 };
 
@@ -193,7 +193,31 @@ impl ModelFiles {
         options: &EngineOptions,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Engine, ModelFilesError> {
-        let engine = loading::load(&self.config(), &self.checkpoint, backend, options, progress)?;
+        let plan = self.plan(&*backend, options)?;
+        self.engine_as(&plan, backend, options, progress)
+    }
+
+    /// Where each part of the model will live on a device; reads no weights.
+    ///
+    /// # Errors
+    /// [`ModelFilesError`], one sentence, with what would fit where it does not.
+    pub fn plan(&self, backend: &dyn Backend, options: &EngineOptions) -> Result<LoadPlan, ModelFilesError> {
+        Ok(loading::plan(&self.config(), &self.checkpoint, backend, options)?)
+    }
+
+    /// As [`Self::engine`], by a plan that was made for it.
+    ///
+    /// # Errors
+    /// [`ModelFilesError`], one sentence.
+    pub fn engine_as(
+        &self,
+        plan: &LoadPlan,
+        backend: Arc<dyn Backend>,
+        options: &EngineOptions,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Engine, ModelFilesError> {
+        let engine =
+            loading::load_as(plan, &self.config(), &self.checkpoint, backend, options, progress)?;
         if let Some(tokenizer) = &self.tokenizer {
             tokenizer.check_vocab(engine.model().sizes().vocab)?;
         }

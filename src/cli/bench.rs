@@ -1,6 +1,7 @@
 //! `freetoken bench`: how fast a model and its parts run here, beside what the machine would allow.
 
 mod cache;
+mod disk;
 mod elastic;
 mod experts;
 mod load;
@@ -21,7 +22,8 @@ use clap::{Args, Subcommand};
 #[command(
     after_help = "Examples:\n  freetoken bench steps --like qwen3-30b-a3b --layers 8 --prompt 512,2048 --depth 0,4096 --batch 1,4\n  \
                   freetoken bench ops --model DIR\n  freetoken bench elastic --like qwen3-30b-a3b --layers 24 --cache 50,25\n  \
-                  freetoken bench experts --csv experts.csv\n  freetoken bench load DIR DIR.ftw\n  freetoken bench serve 60\n  \
+                  freetoken bench experts --csv experts.csv\n  freetoken bench load DIR DIR.ftw\n  \
+                  freetoken bench disk --model DIR.ftw --ram 8GiB\n  freetoken bench serve 60\n  \
                   freetoken bench cache zipf:1.0 --cache 10,25,50 --plot hits.svg"
 )]
 pub(super) struct BenchArgs {
@@ -38,6 +40,7 @@ enum What {
     Elastic(elastic::ElasticArgs),
     Cache(cache::CacheArgs),
     Load(load::LoadArgs),
+    Disk(disk::DiskArgs),
     Serve(serve::ServeArgs),
 }
 
@@ -50,6 +53,7 @@ pub(super) fn run(args: BenchArgs) -> Result<()> {
         What::Elastic(args) => elastic::run(&args),
         What::Cache(args) => cache::run(&args),
         What::Load(args) => load::run(&args),
+        What::Disk(args) => disk::run(&args),
         What::Serve(args) => serve::run(&args),
     }
 }

@@ -8,9 +8,15 @@ use freetoken_backend::{Format, KvCache, PAGE_TOKENS, os};
 use indicatif::{BinaryBytes, HumanCount};
 use serde_json::{Map, Value, json};
 
-use super::terminal::{Progress, print_line};
+use super::{
+    memory::MemoryArgs,
+    model::DeviceArgs,
+    plan::Said,
+    terminal::{Progress, print_line},
+};
 use crate::{
     devices,
+    engine::EngineOptions,
     formats::{Checkpoint, quantised::is_left_aside},
     model_files::ModelFiles,
     models::{self, Inventory, Sizes},
@@ -31,14 +37,44 @@ pub(super) struct InspectArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 pub(super) fn run(args: InspectArgs) -> Result<()> {
     let files = ModelFiles::open(args.model.as_deref())?;
     let n_verified = if args.verify { Some(verify(files.checkpoint())?) } else { None };
     let inventory = Inventory::of_checkpoint(&files.config(), files.checkpoint(), &*devices::reference())?;
-    let report = Report { n_verified, ..Report::new(&files, &inventory, os::available_memory())? };
+    let plan = Some(Plan::of(&files, &args)?);
+    let report = Report { n_verified, plan, ..Report::new(&files, &inventory, os::available_memory())? };
     print_line(&if args.json { report.json().to_string() } else { report.text() })
+}
+
+/// Where each part of the model would live, or why it cannot run so.
+struct Plan {
+    device: String,
+    text: String,
+    json: Value,
+}
+
+impl Plan {
+    fn of(files: &ModelFiles, args: &InspectArgs) -> Result<Self> {
+        let backend = args.device.open()?;
+        let options = args.memory.options(EngineOptions::default(), &*backend, &args.device)?;
+        let device = format!("on {} ({})", backend.caps().backend, backend.caps().device);
+        Ok(match files.plan(&*backend, &options) {
+            Ok(plan) => {
+                let said = Said::new(&plan, &*backend, &options);
+                Plan { device, text: said.text(), json: said.json() }
+            }
+            Err(refused) => {
+                let text = format!("cannot run: {refused}");
+                Plan { device, json: json!({ "refused": refused.to_string() }), text }
+            }
+        })
+    }
 }
 
 /// Compares the checksums of a checkpoint that has any; gives how many.
@@ -68,6 +104,8 @@ struct Report<'a> {
     /// Tensors of the checkpoint that the model does not ask for.
     unused: Vec<String>,
     room: Room,
+    /// On a device, with the memory that it may have.
+    plan: Option<Plan>,
 }
 
 impl<'a> Report<'a> {
@@ -87,6 +125,7 @@ impl<'a> Report<'a> {
                 .map(str::to_owned)
                 .collect(),
             room: Room::new(inventory.bytes(), &inventory.sizes, free_bytes),
+            plan: None,
         })
     }
 
@@ -123,6 +162,7 @@ impl<'a> Report<'a> {
             "available_bytes": self.room.free_bytes,
             "fits": self.room.fits(),
             "largest_context": self.room.largest_context(),
+            "plan": self.plan.as_ref().map(|plan| &plan.json),
         })
     }
 
@@ -164,6 +204,7 @@ impl<'a> Report<'a> {
             line("unused", format!("{} tensors, first {first}", HumanCount(self.unused.len() as u64)));
         }
         lines.push(self.room.sentence());
+        lines.extend(self.plan.iter().map(|plan| format!("{}: {}", plan.device, plan.text)));
         lines.join("\n")
     }
 }

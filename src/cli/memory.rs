@@ -96,6 +96,7 @@ impl MemoryArgs {
             None if self.experts != ExpertsArg::Auto && !engine.backend().caps().host_memory => {
                 note("all experts are on the device: --experts has nothing to divide");
             }
+            None if self.ram.is_some() => note("all experts are in memory: --ram has nothing to divide"),
             None => {}
         }
     }
@@ -107,9 +108,17 @@ fn started(elastic: &Elastic, backend: &dyn Backend) -> String {
     let reads = if backend.caps().reads_host { "can read" } else { "cannot read" };
     let (slots, experts, ring) = (elastic.n_slots(), elastic.n_experts(), elastic.n_ring());
     let (device, banks) = (ByteCount(elastic.device_bytes()), ByteCount(elastic.bank_bytes()));
+    let on_disk = elastic.n_records().map(|n| {
+        let rate = elastic.disk_rate().unwrap_or(0.0) / 1e9;
+        (n, format!("the others on the disk, which reads {rate:.2} GB/s"))
+    });
+    if let (Some((n, others)), true) = (&on_disk, backend.caps().host_memory) {
+        return format!("experts: {n} of {experts} in memory at a time ({banks}, and {device} to stream through), {others}");
+    }
+    let held = on_disk.map_or(String::new(), |(n, others)| format!("room for {n} of them at a time, {others}; "));
     let mut text = format!(
         "experts: {slots} of {experts} in slots and {ring} slots more to stream through ({device} on the device), {banks} in \
-         host memory, which the device {reads} in place; link {:.1} GB/s",
+         host memory, which the device {reads} in place; {held}link {:.1} GB/s",
         rates.link_alone / 1e9
     );
     if elastic.has_host() {
@@ -138,9 +147,19 @@ pub(super) fn summary(engine: &Engine) -> Option<String> {
         + sums.prefill.n_fetched
         + sums.prefill.n_wasted)
         * elastic.record_bytes() as u64;
+    let disk = match sums.disk {
+        disk if disk.reads > 0 => format!(
+            "; {} read from the disk, {} at {:.2} GB/s, {:.2} s waited for",
+            disk.reads,
+            ByteCount(disk.bytes),
+            disk.bytes as f64 / disk.busy_seconds.max(1e-9) / 1e9,
+            disk.waited_seconds
+        ),
+        _ => String::new(),
+    };
     Some(format!(
         "experts: {:.1}% hits in decode; {} fetched, {} read in place, {} on the CPU; prefill {} hits, {} streamed; {} over \
-         the link; by the cost model {:.2} s beside other work, {:.2} s not",
+         the link; by the cost model {:.2} s beside other work, {:.2} s not{disk}",
         100.0 * decode.hits as f64 / n_used.max(1) as f64,
         decode.fetched,
         decode.in_place,
@@ -165,6 +184,15 @@ pub(super) fn summary_json(engine: &Engine) -> Value {
         "record_bytes": elastic.record_bytes(),
         "device_bytes": elastic.device_bytes(),
         "bank_bytes": elastic.bank_bytes(),
+        "banks_are_pinned": !engine.backend().caps().host_memory && engine.backend().caps().reads_host,
+        "bank_records": elastic.n_records().unwrap_or(elastic.n_experts()),
+        "disk_bytes": (elastic.n_experts() - elastic.n_records().unwrap_or(elastic.n_experts())) * elastic.record_bytes(),
+        "disk_bytes_per_second": elastic.disk_rate(),
+        "disk_reads": sums.disk.reads,
+        "disk_read_bytes": sums.disk.bytes,
+        "disk_busy_seconds": sums.disk.busy_seconds,
+        "disk_waited_seconds": sums.disk.waited_seconds,
+        "from_disk": sums.decode.disk,
         "device_reads_banks": engine.backend().caps().reads_host,
         "rates": rates,
         "observed": observed,

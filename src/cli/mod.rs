@@ -8,6 +8,7 @@ mod eval;
 mod inspect;
 mod memory;
 mod model;
+mod plan;
 mod pull;
 mod run;
 mod selftest;

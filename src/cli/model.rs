@@ -12,6 +12,7 @@ use indicatif::BinaryBytes;
 
 use super::{
     memory::MemoryArgs,
+    plan::Said,
     pull::pull,
     terminal::{Progress, note},
 };
@@ -121,8 +122,12 @@ impl ModelArgs {
     ) -> Result<Engine> {
         let backend = self.device.open()?;
         let options = self.memory.options(options, &*backend, &self.device)?;
+        let plan = files.plan(&*backend, &options)?;
+        if plan.demand.n_experts > 0 {
+            note(&format!("plan: {}", Said::new(&plan, &*backend, &options).text()));
+        }
         let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
-        let engine = files.engine(backend, &options, &mut |bytes| {
+        let engine = files.engine_as(&plan, backend, &options, &mut |bytes| {
             progress.add(bytes);
             loaded(bytes);
         })?;

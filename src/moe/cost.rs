@@ -108,6 +108,19 @@ pub struct StepSeconds {
     pub co_executed: f64,
 }
 
+/// Where the experts of a token are, of those that it is routed to in each layer: means.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Spread {
+    /// Layers that have experts.
+    pub n_layers: usize,
+    /// In slots of the device.
+    pub n_hits: f64,
+    /// In host memory.
+    pub n_in_ram: f64,
+    /// On the disk.
+    pub n_disk: f64,
+}
+
 /// Seconds of the host's part.
 #[derive(Debug, Clone, Copy, Default)]
 struct HostWork {
@@ -200,6 +213,21 @@ impl Rates {
         let co_executed = (1.0 - share) * co_executed_at(fewer) + share * co_executed_at(fewer + 1);
         let n_layers = n_layers as f64;
         StepSeconds { in_place: n_layers * in_place, co_executed: n_layers * co_executed }
+    }
+
+    /// Seconds that a decode step of one token is expected to take: the weights that every token needs, once, and the experts, those
+    /// from the disk beside the others.
+    pub fn expected_decode(
+        &self,
+        expert: ExpertCost,
+        spread: &Spread,
+        dense_bytes: u64,
+        disk_rate: f64,
+    ) -> f64 {
+        let Spread { n_layers, n_hits, n_in_ram, n_disk } = *spread;
+        let experts = self.expected_step(expert, n_layers, n_hits, n_in_ram, 0);
+        let disk = n_layers as f64 * n_disk * expert.record_bytes as f64 / disk_rate;
+        dense_bytes as f64 / self.device_read + experts.co_executed.max(disk)
     }
 
     /// All splits that are allowed, the one that fetches most first.
@@ -414,6 +442,32 @@ pub(super) mod tests {
         let split = BOX.q_star(&eight, 0..=8);
         let both = 8.0 * 9_437_184.0 / (49.1e9 + 77.6e9);
         assert!((both..1.1 * both).contains(&split.seconds), "{} against {both}", split.seconds);
+    }
+
+    #[test]
+    fn the_disk_runs_beside_the_rest() {
+        let disk = FromDisk { host_rows: &[1], host_seconds: 100.0, link_seconds: 0.0 };
+        let question = Misses { disk, ..misses(&[1; 2]) };
+        let rates = Rates { reply_seconds: 1.0, ..UNIT };
+        assert!(close(rates.split(&question, 2).seconds, 1.0 + 100.0 + 12.0), "the last one is computed behind it");
+        assert!(close(rates.split(&question, 0).seconds, 1.0 + 100.0 + 12.0), "the others before");
+        assert_eq!(rates.q_star(&question, 0..=2).n_link, 2, "what costs nothing is fetched");
+        let quick = FromDisk { host_seconds: 1.0, ..disk };
+        assert!(close(rates.split(&Misses { disk: quick, ..question }, 0).seconds, 1.0 + 36.0), "all on the host");
+        let by_link = FromDisk { host_rows: &[], host_seconds: 0.0, link_seconds: 5.0 };
+        let question = Misses { disk: by_link, ..misses(&[1; 2]) };
+        assert!(close(rates.split(&question, 2).seconds, 1.0 + 5.0 + 24.0), "the link waits for it");
+    }
+
+    #[test]
+    fn a_token_takes_what_its_experts_do_where_they_are() {
+        let expert = ExpertCost { record_bytes: 12, flops_per_row: 1.0 };
+        let rates = Rates { device_read: 4.0, ..UNIT };
+        let spread = |n_in_ram, n_disk| Spread { n_layers: 2, n_hits: 2.0, n_in_ram, n_disk };
+        let seconds = |n_in_ram, n_disk| rates.expected_decode(expert, &spread(n_in_ram, n_disk), 40, 0.5);
+        assert!(close(seconds(0.0, 0.0), 10.0 + 2.0 * 6.0), "dense weights and hits");
+        assert!(close(seconds(0.0, 1.0), 10.0 + 2.0 * 24.0), "the disk is longer");
+        assert!(seconds(1.0, 0.0) > seconds(0.0, 0.0));
     }
 
     #[test]

@@ -176,8 +176,10 @@ impl Elastic {
             deterministic: options.deterministic,
         })?;
         let disk = disk.map(|(disk, ram)| {
-            planner.set_disk_rate(disk.rate().unwrap_or(f64::MAX));
+            let rate = disk.rate().unwrap_or(f64::MAX);
+            planner.set_disk_rate(rate);
             planner.set_ram(ram);
+            options.probes.iter().for_each(|folder| probe::save_disk_rate(folder, rate));
             disk
         });
         let mut elastic = Elastic {

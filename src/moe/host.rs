@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use freetoken_backend::{
-    Backend, Banked, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Op, Program, Result, RouteAsk, Stage,
+    Backend, Banked, Caps, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Op, Program, Result, RouteAsk, Stage,
     View,
 };
 
@@ -67,8 +67,8 @@ impl HostExperts {
     }
 
     /// The processor and how it is used.
-    pub fn name(&self) -> String {
-        format!("{} {}", self.backend.caps().device, self.backend.caps().detail)
+    pub fn caps(&self) -> &Caps {
+        self.backend.caps()
     }
 
     /// Routes of a row.

@@ -772,6 +772,88 @@ mod tests {
         prop_oneof![Just(Mode::Auto), Just(Mode::Gpu), Just(Mode::Cpu), (0.0..1.0f64).prop_map(Mode::Share)]
     }
 
+    /// What two layers' banks hold: the expert of each record.
+    type Bytes = std::collections::BTreeMap<(u32, u32), u32>;
+
+    /// Does what the reply to a route point and its reads ask for, as the host does; gives every expert that was computed, or why not.
+    fn obey(planner: &mut Planner, layer: u32, reply: &RouteReply, bytes: &mut Bytes) -> Result<Vec<u32>, String> {
+        let (wanted, ram) = planner.from_disk();
+        let link: Vec<Banked> = reply.fetch.iter().map(|f| f.from).chain(reply.read_in_place.clone()).collect();
+        let on_disk = &wanted.reads[wanted.n_awaited..];
+        let n_there = reply.host.len() - on_disk.len() - wanted.waiting.len();
+        let (there, rest) = reply.host.split_at(n_there);
+        let expected: Vec<u32> = on_disk.iter().map(|from| from.expert).chain(wanted.waiting.clone()).collect();
+        if rest != expected {
+            return Err(format!("the host's {rest:?} are not {expected:?}"));
+        }
+        let mut kept: Vec<Banked> = there
+            .iter()
+            .map(|&expert| Banked { expert, record: ram.record_of(layer, expert).unwrap() })
+            .chain(link.iter().copied())
+            .collect();
+        for (i, from) in wanted.reads.iter().enumerate() {
+            let is_own = i < wanted.n_awaited && link.contains(from);
+            if kept.iter().any(|kept| kept.record == from.record && !(is_own && kept == from)) {
+                return Err(format!("the read of {from:?} overwrites one of {kept:?}"));
+            }
+            bytes.insert((layer, from.record), from.expert);
+            kept.push(*from);
+        }
+        if let Some(lost) = kept.iter().find(|from| bytes.get(&(layer, from.record)) != Some(&from.expert)) {
+            return Err(format!("{lost:?} is not in its record"));
+        }
+        let mut given: Vec<Banked> = kept[..n_there].iter().chain(on_disk).copied().collect();
+        let mut computed: Vec<u32> = kept.iter().map(|from| from.expert).collect();
+        for &expert in &wanted.waiting {
+            let Some(record) = ram.admit(layer, expert).or_else(|| {
+                ram.let_go(layer, given.pop()?.record);
+                ram.admit(layer, expert)
+            }) else {
+                return Err(format!("there is never room for {expert}"));
+            };
+            if link.iter().any(|from| from.record == record) {
+                return Err(format!("{expert} overwrites what the device reads"));
+            }
+            bytes.insert((layer, record), expert);
+            given.push(Banked { expert, record });
+            computed.push(expert);
+        }
+        computed.sort_unstable();
+        computed.dedup();
+        Ok(computed)
+    }
+
+    #[test]
+    fn what_lies_on_the_disk_goes_to_the_host_and_what_is_in_memory_over_the_link() {
+        let mut planner = Planner::new(options(Mode::Share(1.0), ALL, 2)).unwrap();
+        planner.set_ram(RamCache::new(16, &[3, 3], Policy::Lru));
+        planner.set_disk_rate(3e9);
+        let (first, reply) = planned(&mut planner, 0, &[4, 5]).unwrap();
+        assert_eq!((first.n_disk, reply.host, reply.fetch.len()), (2, vec![4, 5], 0));
+        let (wanted, _) = planner.from_disk();
+        assert_eq!((wanted.reads.len(), wanted.n_awaited, wanted.waiting.len()), (2, 0, 0));
+        let (second, reply) = planned(&mut planner, 0, &[4, 5, 6, 7]).unwrap();
+        assert_eq!((second.n_disk, second.n_fetched, reply.host), (2, 2, vec![6, 7]));
+        let (wanted, _) = planner.from_disk();
+        assert_eq!((wanted.reads.len(), &wanted.waiting[..]), (1, &[7][..]), "one record is left for both");
+        assert!(second.split.seconds > 2.0 * Q30.record_bytes as f64 / 3e9, "the disk is in the prediction");
+        let counters = planner.counters();
+        assert_eq!((counters.disk, counters.host, counters.fetched), (4, 4, 2));
+        assert_eq!(planner.next_step(), StepKind::CoExecuted);
+    }
+
+    #[test]
+    fn a_device_that_does_everything_needs_all_of_it_in_memory() {
+        let choices = Choices { fetch: true, read_in_place: false, host: false };
+        let mut planner = Planner::new(options(Mode::Gpu, choices, 8)).unwrap();
+        planner.set_ram(RamCache::new(16, &[3, 3], Policy::Lru));
+        let (three, reply) = planned(&mut planner, 0, &[4, 5, 6]).unwrap();
+        assert_eq!((three.n_fetched, reply.fetch.len(), planner.from_disk().0.n_awaited), (3, 3, 3));
+        let refused = planned(&mut planner, 1, &[4, 5, 6, 7]).map(|(planned, _)| planned);
+        assert_eq!(refused, Err(PlanError::TooFewRecords { layer: 1, needed: 4, n_records: 3 }));
+        assert_eq!(planned(&mut planner, 0, &[4, 5, 6]).unwrap().0.n_hits, 3);
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(500))]
 
@@ -839,6 +921,53 @@ mod tests {
                 prop_assert!(choices.fetch || planned.n_fetched == 0);
                 prop_assert!(choices.read_in_place || planned.n_in_place == 0);
                 prop_assert!(choices.host || planned.n_host == 0);
+            }
+        }
+
+        /// The same over a disk: whatever host memory holds, each routed expert has one place, its bytes are there when it is
+        /// computed, and nothing that is still needed is overwritten.
+        #[test]
+        fn each_routed_expert_comes_from_somewhere(
+            mode in mode(),
+            choices in any::<(bool, bool, bool)>(),
+            n_slots in 0..24usize,
+            n_records in (1..17usize, 1..17usize),
+            lru in any::<bool>(),
+            points in prop::collection::vec(
+                (0..2u32, (1..9usize).prop_flat_map(|n_rows| prop::collection::vec(-1..16i32, n_rows * 4))),
+                1..30,
+            ),
+        ) {
+            let choices = Choices { fetch: choices.0, read_in_place: choices.1, host: choices.2 };
+            let Ok(mut planner) = Planner::new(options(mode, choices, n_slots)) else { return Ok(()) };
+            let n_records = [n_records.0, n_records.1];
+            let policy = if lru { Policy::Lru } else { Policy::DEFAULT };
+            planner.set_ram(RamCache::new(16, &n_records, policy));
+            planner.set_disk_rate(2e9);
+            let mut bytes = Bytes::new();
+            for (layer, ids) in points {
+                let (planned, reply) = match planned(&mut planner, layer, &ids) {
+                    Err(PlanError::TooFewSlots { .. }) => {
+                        prop_assert!(!choices.host && !choices.read_in_place);
+                        continue;
+                    }
+                    Err(PlanError::TooFewRecords { needed, .. }) => {
+                        prop_assert!(!choices.host && needed > n_records[layer as usize]);
+                        continue;
+                    }
+                    planned => planned.unwrap(),
+                };
+                let computed = obey(&mut planner, layer, &reply, &mut bytes);
+                let computed = computed.map_err(TestCaseError::fail)?;
+                let n_link = planned.n_fetched + planned.n_in_place;
+                prop_assert_eq!(reply.fetch.len() + reply.read_in_place.len(), n_link);
+                prop_assert_eq!(reply.host.len(), planned.n_host);
+                prop_assert_eq!(computed.len(), n_link + planned.n_host, "each once");
+                let mut routed: Vec<i32> = ids.iter().copied().filter(|id| *id >= 0).collect();
+                routed.sort_unstable();
+                routed.dedup();
+                prop_assert_eq!(routed.len(), planned.n_hits + computed.len());
+                prop_assert!(computed.iter().all(|expert| routed.contains(&(*expert as i32))));
             }
         }
     }

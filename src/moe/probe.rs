@@ -9,12 +9,16 @@ use std::{
 };
 
 use freetoken_backend::{
-    Backend, Banked, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Lane, NoRoutePoints, Result, RouteAsk,
+    Backend, Banked, Caps, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertRecord, Experts, Lane, NoRoutePoints, Result, RouteAsk,
     RoutePoint, RouteReply, RouteServer, Stage, View,
 };
 
+use serde::Serialize;
+
 use super::{ExpertBanks, HostExperts, Rates};
 
+/// Where the rate of the disk is kept.
+const DISK_FILE: &str = "disk.json";
 /// How long each of the rates is measured.
 const WINDOW: Duration = Duration::from_millis(200);
 /// Memory that is read to learn how fast the device reads its own.
@@ -41,9 +45,42 @@ pub(super) fn rates(
     host: Option<&mut HostExperts>,
     folder: Option<&Path>,
 ) -> Result<Rates> {
-    let caps = backend.caps();
-    let record = &pool.record;
-    let host_name = host.as_ref().map_or("none".into(), |host| host.name());
+    let host_caps = host.as_ref().map(|host| host.caps().clone());
+    let file = folder.map(|folder| folder.join(file_name(backend.caps(), &pool.record, host_caps.as_ref())));
+    if let Some(rates) = file.as_deref().and_then(read) {
+        return Ok(rates);
+    }
+    let rates = Probe { backend, pool, first_slot, n_ring, banks, there }.measure(host)?;
+    if let Some(file) = file {
+        write(&file, &rates);
+    }
+    Ok(rates)
+}
+
+/// The rates that an earlier run measured for experts of this layout; `host` is what computes beside the device.
+pub fn saved_rates(
+    folder: &Path,
+    caps: &Caps,
+    record: &ExpertRecord,
+    host: Option<&Caps>,
+) -> Option<Rates> {
+    read(&folder.join(file_name(caps, record, host)))
+}
+
+/// Bytes a second that the disk gave when experts were last read from it.
+pub fn saved_disk_rate(folder: &Path) -> Option<f64> {
+    let rate: f64 = serde_json::from_slice(&fs::read(folder.join(DISK_FILE)).ok()?).ok()?;
+    (rate.is_finite() && rate > 0.0).then_some(rate)
+}
+
+/// Keeps the rate of the disk for the next start.
+pub(super) fn save_disk_rate(folder: &Path, rate: f64) {
+    write(&folder.join(DISK_FILE), &rate);
+}
+
+/// The file of a device, a host and a layout of experts.
+fn file_name(caps: &Caps, record: &ExpertRecord, host: Option<&Caps>) -> String {
+    let host_name = host.map_or("none".into(), |host| format!("{} {}", host.device, host.detail));
     let name = format!(
         "{} {} {} {} {host_name} {} {}x{}.json",
         caps.backend,
@@ -54,23 +91,19 @@ pub(super) fn rates(
         record.hidden,
         record.intermediate
     );
-    let name: String =
-        name.chars().map(|c| if c.is_ascii_alphanumeric() || ".-".contains(c) { c } else { '_' }).collect();
-    let file = folder.map(|folder| folder.join(name));
-    let known = file
-        .as_ref()
-        .and_then(|file| fs::read(file).ok())
-        .and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    if let Some(rates) = known.filter(Rates::is_valid) {
-        return Ok(rates);
-    }
-    let rates = Probe { backend, pool, first_slot, n_ring, banks, there }.measure(host)?;
-    if let Some((file, folder)) = file.zip(folder) {
-        let written = fs::create_dir_all(folder).and_then(|()| fs::write(file, serde_json::to_vec(&rates)?));
-        // Without the file, the next start measures again.
-        drop(written);
-    }
-    Ok(rates)
+    name.chars().map(|c| if c.is_ascii_alphanumeric() || ".-".contains(c) { c } else { '_' }).collect()
+}
+
+fn read(file: &Path) -> Option<Rates> {
+    let rates: Rates = serde_json::from_slice(&fs::read(file).ok()?).ok()?;
+    rates.is_valid().then_some(rates)
+}
+
+/// Without the file, the next start measures again.
+fn write(file: &Path, value: &impl Serialize) {
+    let folder = file.parent().unwrap_or(Path::new("."));
+    let written = fs::create_dir_all(folder).and_then(|()| fs::write(file, serde_json::to_vec(value)?));
+    drop(written);
 }
 
 struct Probe<'a> {

@@ -141,7 +141,7 @@ fn warm_memory(bytes: usize) -> Result<()> {
     Ok(())
 }
 
-fn best(seconds: Vec<f64>) -> f64 {
+pub(super) fn best(seconds: Vec<f64>) -> f64 {
     seconds.into_iter().fold(f64::INFINITY, f64::min)
 }
 
@@ -210,7 +210,7 @@ impl WeightSource for Mapped<'_> {
 }
 
 /// The files that hold weights, to be read for their own sake.
-struct Disk {
+pub(super) struct Disk {
     files: Vec<(DirectFile, u64)>,
     bytes_by_dir: Vec<u64>,
     window: AnonymousMemory,
@@ -218,7 +218,7 @@ struct Disk {
 }
 
 impl Disk {
-    fn open(dirs: &[PathBuf]) -> Result<Self> {
+    pub(super) fn open(dirs: &[PathBuf]) -> Result<Self> {
         let (mut files, mut bytes_by_dir) = (Vec::new(), Vec::new());
         for dir in dirs {
             let mut bytes = 0;
@@ -245,20 +245,20 @@ impl Disk {
         Ok(Disk { files, bytes_by_dir, window, was_emptied: true })
     }
 
-    fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.bytes_by_dir.iter().sum()
     }
 
-    fn is_direct(&self) -> bool {
+    pub(super) fn is_direct(&self) -> bool {
         self.files.iter().all(|(file, _)| file.is_direct())
     }
 
-    fn forget(&mut self) {
+    pub(super) fn forget(&mut self) {
         self.was_emptied &= self.files.iter().all(|(file, _)| file.forget_cached());
     }
 
     /// Reads all files once; gives the seconds.
-    fn read(&mut self, progress: &mut dyn FnMut(u64)) -> Result<f64> {
+    pub(super) fn read(&mut self, progress: &mut dyn FnMut(u64)) -> Result<f64> {
         let started = Instant::now();
         for (file, len) in &self.files {
             let mut offset = 0;
