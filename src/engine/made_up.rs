@@ -18,7 +18,10 @@ impl Engine {
     pub fn make_up(&mut self, sequence: &mut Sequence, n: usize) -> Result<(), EngineError> {
         self.make_room(sequence, n)?;
         if self.is_recurrent() {
-            self.write_state(sequence, &vec![0; self.state_bytes()])?;
+            self.take_state(sequence)?;
+            for part in self.state_parts(sequence) {
+                self.backend.write(&part, &vec![0; part.bytes()])?;
+            }
         }
         let first = sequence.n_computed() / PAGE_TOKENS;
         for cache in &self.batch.kv {

@@ -776,13 +776,20 @@ mod tests {
     type Bytes = std::collections::BTreeMap<(u32, u32), u32>;
 
     /// Does what the reply to a route point and its reads ask for, as the host does; gives every expert that was computed, or why not.
-    fn obey(planner: &mut Planner, layer: u32, reply: &RouteReply, bytes: &mut Bytes) -> Result<Vec<u32>, String> {
+    fn obey(
+        planner: &mut Planner,
+        layer: u32,
+        reply: &RouteReply,
+        bytes: &mut Bytes,
+    ) -> Result<Vec<u32>, String> {
         let (wanted, ram) = planner.from_disk();
-        let link: Vec<Banked> = reply.fetch.iter().map(|f| f.from).chain(reply.read_in_place.clone()).collect();
+        let link: Vec<Banked> =
+            reply.fetch.iter().map(|f| f.from).chain(reply.read_in_place.clone()).collect();
         let on_disk = &wanted.reads[wanted.n_awaited..];
         let n_there = reply.host.len() - on_disk.len() - wanted.waiting.len();
         let (there, rest) = reply.host.split_at(n_there);
-        let expected: Vec<u32> = on_disk.iter().map(|from| from.expert).chain(wanted.waiting.clone()).collect();
+        let expected: Vec<u32> =
+            on_disk.iter().map(|from| from.expert).chain(wanted.waiting.clone()).collect();
         if rest != expected {
             return Err(format!("the host's {rest:?} are not {expected:?}"));
         }
