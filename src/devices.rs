@@ -120,7 +120,15 @@ pub fn open(
     }
 }
 
-/// The CPU: a device, or the host beside another one.
+/// The CPU beside another device, of whose steps it computes a share.
+///
+/// # Errors
+/// The system's refusal to start threads.
+pub fn beside(precision: Precision, threads: Option<usize>) -> Result<Arc<dyn Backend>, Error> {
+    Ok(Arc::new(Cpu::beside_a_device(CpuOptions { threads, precision })?))
+}
+
+/// The CPU.
 ///
 /// # Errors
 /// The system's refusal to start threads.

@@ -80,7 +80,7 @@ impl MemoryArgs {
                 host: if is_host {
                     None
                 } else {
-                    Some(devices::host(backend.caps().precision, device.n_threads())?)
+                    Some(devices::beside(backend.caps().precision, device.n_threads())?)
                 },
                 probes: Some(model_files::home().join("probes")),
                 ..ElasticOptions::default()

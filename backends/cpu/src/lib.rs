@@ -15,7 +15,7 @@ mod stream;
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use fast::{Fast, Scratch};
@@ -24,7 +24,7 @@ use freetoken_backend::{
     Program, Result, Stage, View, ViewCopy, os,
 };
 use isa::Isa;
-use pool::Pool;
+use pool::{Pool, SPIN, SPIN_BESIDE};
 use stream::stream_read;
 
 use crate::memory::{CpuHostMemory, CpuMemory, slice, slice_mut};
@@ -56,7 +56,15 @@ impl Cpu {
     /// # Errors
     /// The system's refusal to start a thread.
     pub fn new(options: CpuOptions) -> Result<Self> {
-        Self::open(Isa::detect(), options)
+        Self::open(Isa::detect(), options, SPIN)
+    }
+
+    /// The same for the host's share of a device's steps: its threads stay awake while the device works.
+    ///
+    /// # Errors
+    /// The system's refusal to start a thread.
+    pub fn beside_a_device(options: CpuOptions) -> Result<Self> {
+        Self::open(Isa::detect(), options, SPIN_BESIDE)
     }
 
     /// One instance for each instruction set that this CPU has: what the conformance tests run.
@@ -64,12 +72,12 @@ impl Cpu {
     /// # Errors
     /// The system's refusal to start a thread.
     pub fn every_isa(options: CpuOptions) -> Result<Vec<Self>> {
-        Isa::available().into_iter().map(|isa| Self::open(isa, options)).collect()
+        Isa::available().into_iter().map(|isa| Self::open(isa, options, SPIN)).collect()
     }
 
-    fn open(isa: Isa, CpuOptions { threads, precision }: CpuOptions) -> Result<Self> {
-        let pool =
-            Pool::new(threads).map_err(|source| Error::Os { what: "starting worker threads", source })?;
+    fn open(isa: Isa, CpuOptions { threads, precision }: CpuOptions, spin: Duration) -> Result<Self> {
+        let pool = Pool::new(threads, spin)
+            .map_err(|source| Error::Os { what: "starting worker threads", source })?;
         let detail = format!("{} threads, {}", pool.n_workers(), isa.name());
         let auto = precision == Precision::Auto;
         let (bf16, nibbles) = (auto && isa.multiplies_bf16(), auto && isa.multiplies_nibbles());

@@ -173,10 +173,11 @@ pub(crate) fn for_each_row<T: Send>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pool::SPIN;
 
     #[test]
     fn tiles_cover_the_matrix_once() {
-        let pool = Pool::new(Some(2)).unwrap();
+        let pool = Pool::new(Some(2), SPIN).unwrap();
         for (groups, width, tile_cols) in
             [(vec![0, 3, 3, 7], 10, 4), (vec![0, 1], 1, 8), (vec![0], 5, 2), (vec![], 5, 2)]
         {
@@ -197,7 +198,7 @@ mod tests {
 
     #[test]
     fn tiles_in_pairs_have_the_same_place() {
-        let pool = Pool::new(Some(2)).unwrap();
+        let pool = Pool::new(Some(2), SPIN).unwrap();
         let (mut rows, mut slots) = (vec![0_u32; 7 * 6], vec![0_u32; 4 * 2]);
         // Two spans with a row between them; their slots are in another order.
         let (spans, places) = ([0..3, 4..7, 7..7], [2..3, 0..1, 0..0]);

@@ -1,7 +1,6 @@
 //! The thread pool: one pinned thread a physical core, the calling thread among them as worker 0.
 //!
-//! Made for many short jobs in a row: workers spin for a while (`SPIN`) after a job and only then sleep, a job
-//! allocates nothing, and a worker that wakes too late misses the job instead of delaying it. The pool knows nothing of
+//! Made for many short jobs in a row: workers spin for a while after a job and only then sleep, a job allocates nothing, and a worker that wakes too late misses the job instead of delaying it. The pool knows nothing of
 //! what it runs.
 //!
 //! All coordination is one word, `gate`: how many workers are inside the job, whether it still admits workers, whether
@@ -21,7 +20,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long a worker looks for the next job before it sleeps: longer than the gap between two ops of a step.
-const SPIN: Duration = Duration::from_micros(50);
+pub(crate) const SPIN: Duration = Duration::from_micros(50);
+/// The same beside a device, which works between two route points: waking takes as long as an expert.
+pub(crate) const SPIN_BESIDE: Duration = Duration::from_millis(1);
 /// Looks at the gate between two looks at the clock.
 const LOOKS: usize = 64;
 
@@ -49,8 +50,9 @@ pub(crate) struct Pool {
     turn: Mutex<()>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
+    spin: Duration,
     gate: AtomicU64,
     /// The job that `gate` describes; read only by workers inside it.
     job: AtomicPtr<Job<'static>>,
@@ -68,17 +70,24 @@ struct Job<'a> {
 }
 
 impl Pool {
-    /// Starts `n_threads` workers, by default one for each physical core, counting the thread that will call
+    /// Starts `n_threads` workers that look for the next job for the time `spin` before they sleep, by default one for each physical core, counting the thread that will call
     /// [`run`](Self::run). Worker `i` is pinned to the `i`-th physical core; workers beyond the last core are not
     /// pinned, and the caller is left to pin itself, since threads that it starts later would inherit its place.
     ///
     /// # Errors
     /// The system's refusal to start a thread.
-    pub(crate) fn new(n_threads: Option<usize>) -> std::io::Result<Self> {
+    pub(crate) fn new(n_threads: Option<usize>, spin: Duration) -> std::io::Result<Self> {
         let cores = os::physical_cores();
         let n_workers = n_threads.unwrap_or(cores.len()).clamp(1, INSIDE as usize);
         let mut pool = Self {
-            shared: Arc::default(),
+            shared: Arc::new(Shared {
+                spin,
+                gate: AtomicU64::default(),
+                job: AtomicPtr::default(),
+                n_asleep: AtomicUsize::default(),
+                sleep: Mutex::default(),
+                wake: Condvar::default(),
+            }),
             threads: Vec::with_capacity(n_workers - 1),
             turn: Mutex::default(),
         };
@@ -194,7 +203,7 @@ impl Shared {
             (gate & ENDING > 0 || gate & OPEN > 0 && gate / NUMBER != seen).then_some(gate)
         };
         let start = Instant::now();
-        while start.elapsed() < SPIN {
+        while start.elapsed() < self.spin {
             for _ in 0..LOOKS {
                 if let Some(gate) = news() {
                     return gate;
@@ -265,19 +274,19 @@ mod tests {
     #[test]
     fn every_task_runs_once() {
         for n_threads in [1, 2, 4] {
-            let pool = Pool::new(Some(n_threads)).unwrap();
+            let pool = Pool::new(Some(n_threads), SPIN).unwrap();
             assert_eq!(pool.n_workers(), n_threads);
             for n_tasks in [0, 1, 2, 3, 1000] {
                 assert_eq!(sum(&pool, n_tasks), n_tasks * (n_tasks + 1) / 2);
             }
         }
-        assert_eq!(Pool::new(None).unwrap().n_workers(), os::physical_cores().len());
-        assert_eq!(Pool::new(Some(0)).unwrap().n_workers(), 1);
+        assert_eq!(Pool::new(None, SPIN).unwrap().n_workers(), os::physical_cores().len());
+        assert_eq!(Pool::new(Some(0), SPIN).unwrap().n_workers(), 1);
     }
 
     #[test]
     fn other_workers_take_part() {
-        let pool = Pool::new(Some(3)).unwrap();
+        let pool = Pool::new(Some(3), SPIN).unwrap();
         let present = AtomicUsize::new(0);
         pool.run(3, &|_, _| {
             present.fetch_add(1, Ordering::Relaxed);
@@ -289,7 +298,7 @@ mod tests {
 
     #[test]
     fn many_small_jobs_awake_and_asleep() {
-        let pool = Pool::new(Some(2)).unwrap();
+        let pool = Pool::new(Some(2), SPIN).unwrap();
         for round in 0..100_000 {
             assert_eq!(sum(&pool, 4), 10);
             if round % 1000 == 0 {
@@ -300,7 +309,7 @@ mod tests {
 
     #[test]
     fn a_worker_index_is_never_used_twice_at_a_time() {
-        let pool = Pool::new(Some(4)).unwrap();
+        let pool = Pool::new(Some(4), SPIN).unwrap();
         let busy: Vec<AtomicBool> = (0..4).map(|_| AtomicBool::new(false)).collect();
         let count = AtomicUsize::new(0);
         std::thread::scope(|scope| {
@@ -322,7 +331,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
-        let pool = Pool::new(Some(2)).unwrap();
+        let pool = Pool::new(Some(2), SPIN).unwrap();
         for n_tasks in [1, 64] {
             let run = || pool.run(n_tasks, &|_, index| assert!(index != n_tasks / 2, "task {index} fails"));
             let panic = catch_unwind(AssertUnwindSafe(run)).unwrap_err();
@@ -333,7 +342,7 @@ mod tests {
 
     #[test]
     fn a_nested_job_runs_inline() {
-        let (pool, other) = (Pool::new(Some(2)).unwrap(), Pool::new(Some(2)).unwrap());
+        let (pool, other) = (Pool::new(Some(2), SPIN).unwrap(), Pool::new(Some(2), SPIN).unwrap());
         let count = AtomicUsize::new(0);
         pool.run(8, &|outer, _| {
             pool.run(5, &|inner, _| {
@@ -347,8 +356,8 @@ mod tests {
 
     #[test]
     fn drops_whether_its_workers_spin_or_sleep() {
-        drop(Pool::new(Some(3)).unwrap());
-        let pool = Pool::new(Some(3)).unwrap();
+        drop(Pool::new(Some(3), SPIN).unwrap());
+        let pool = Pool::new(Some(3), SPIN).unwrap();
         assert_eq!(sum(&pool, 10), 55);
         while pool.shared.n_asleep.load(Ordering::SeqCst) < 2 {
             std::thread::yield_now();

@@ -23,10 +23,11 @@ pub(crate) fn stream_read(pool: &Pool, bytes: &[u8]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pool::SPIN;
 
     #[test]
     fn the_checksum_covers_every_byte() {
-        let pool = Pool::new(Some(2)).unwrap();
+        let pool = Pool::new(Some(2), SPIN).unwrap();
         let mut bytes: Vec<u8> = (0..2 * PIECE_BYTES + 13).map(|i| (i % 251) as u8).collect();
         let expected = xor_words(Isa::SCALAR, &bytes);
         assert_eq!(stream_read(&pool, &bytes), expected);
