@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     fs,
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{Arc, LazyLock, Mutex},
     time::Duration,
 };
 
@@ -104,6 +104,9 @@ pub(super) struct SseEvent {
 const CHANNELS: [&str; 7] =
     ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"];
 
+/// What most tests talk to.
+static HERMES: LazyLock<Arc<ModelFiles>> = LazyLock::new(|| files("<tool_call>", &[]));
+
 /// A model whose template teaches a dialect by this word, with further special tokens.
 fn files(taught: &str, tokens: &[&str]) -> Arc<ModelFiles> {
     let dir = tempfile::tempdir().expect("a folder");
@@ -150,7 +153,7 @@ pub(super) fn client(scripts: impl IntoIterator<Item = Script>) -> Client {
 
 /// A server whose model is still loading.
 pub(super) fn loading_client(settings: Settings) -> Client {
-    Client::new(settings, files("<tool_call>", &[]))
+    Client::new(settings, HERMES.clone())
 }
 
 impl Client {
