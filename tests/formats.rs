@@ -406,6 +406,7 @@ fn widths_that_no_group_divides_and_mixed_formats_are_refused() {
 #[test]
 fn made_up_weights_have_the_same_deviation_in_every_format() {
     let (synthetic, [rows, cols]) = (Synthetic::new(7), [64, 256]);
+    let cpu = Cpu::new(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap();
     for format in [Format::Fp8, Format::Nvfp4, Format::Mxfp4] {
         for (module, deviation) in [
             ("model.layers.1.self_attn.o_proj", 4e-4),
@@ -424,7 +425,7 @@ fn made_up_weights_have_the_same_deviation_in_every_format() {
             }
             let weight = load(&checkpoint, &[&format!("{module}.weight")], rows, cols).unwrap();
             assert_eq!(weight.format(), format);
-            let values = elements(&Cpu::reference(), &weight.pieces()[0]);
+            let values = elements(&cpu, &weight.pieces()[0]);
             let n = values.len() as f32;
             let found = (values.iter().map(|v| v * v).sum::<f32>() / n).sqrt();
             // The scale of mxfp4 is the nearest power of two.

@@ -10,6 +10,28 @@ typedef long long i64;
 // Dynamic shared memory of the block, as bytes.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
+#if __CUDA_ARCH__ >= 900
+// Rank of this block in its cluster.
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Writes a number of the shared memory of another block of the cluster, where it lies as `own` does here.
+__device__ __forceinline__ void store_in_cluster(float* own, u32 rank, float v) {
+  const u32 here = (u32)__cvta_generic_to_shared(own);
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+}
+
+// A barrier of all threads of a cluster in two halves: behind the second one, all is seen that was written in front of the first.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#endif
+
 // 16 bytes of a weight: read once, so kept out of L1.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;

@@ -2,28 +2,29 @@
 
 mod container;
 
-use container::{Target, packs};
+pub(crate) use container::Target;
+use container::packs;
 
 /// Compiled kernels: cubins for every generation that was known, PTX for those to come.
 const BUNDLE: &[u8] = include_bytes!("../kernels.bundle");
 
-/// The images that a card of this compute capability (major, minor) loads, one a module: machine code of the same major and
-/// the nearest minor below, else PTX, which the driver compiles when it loads it.
+/// What a card of this compute capability (major, minor) loads, and its images, one a module: machine code of the same major and the
+/// nearest minor below, else PTX, which the driver compiles when it loads it.
 ///
 /// # Errors
 /// The card is older than all of them, or the bundle is broken.
-pub(crate) fn pick(compute: (u32, u32)) -> Result<Vec<Vec<u8>>, String> {
+pub(crate) fn pick(compute: (u32, u32)) -> Result<(Target, Vec<Vec<u8>>), String> {
     pick_from(BUNDLE, compute)
 }
 
-fn pick_from(bundle: &[u8], compute: (u32, u32)) -> Result<Vec<Vec<u8>>, String> {
+fn pick_from(bundle: &[u8], compute: (u32, u32)) -> Result<(Target, Vec<Vec<u8>>), String> {
     let packs = packs(bundle)?;
     let best = packs.iter().filter(|pack| runs(pack.target, compute)).max_by_key(|pack| rank(pack.target));
     let Some(best) = best else {
         let (major, minor) = compute;
         return Err(format!("compute capability {major}.{minor} is too old: 8.0 or newer is needed"));
     };
-    best.unpack()
+    Ok((best.target, best.unpack()?))
 }
 
 fn runs(target: Target, compute: (u32, u32)) -> bool {
@@ -81,8 +82,8 @@ mod tests {
 
     #[test]
     fn images_are_what_the_driver_loads() {
-        assert!(pick((9, 0)).unwrap().iter().all(|image| image.starts_with(b"\x7fELF")));
-        assert!(pick((13, 0)).unwrap().iter().all(|image| image.ends_with(b"\0")), "PTX is a C string");
+        assert!(pick((9, 0)).unwrap().1.iter().all(|image| image.starts_with(b"\x7fELF")));
+        assert!(pick((13, 0)).unwrap().1.iter().all(|image| image.ends_with(b"\0")), "PTX is a C string");
         assert!(pick((7, 5)).unwrap_err().contains("7.5"));
     }
 

@@ -34,7 +34,7 @@ pub(crate) fn launches(
         Op::RopeCache(op) => Ok((vec![small::rope_cache(op)?], 0)),
         Op::Attention(op) => attention::launches(op, precision, card),
         Op::ShortConv(op) => Ok((vec![small::short_conv(op)], 0)),
-        Op::GatedDelta(op) => Ok(gated_delta::launches(op, precision)),
+        Op::GatedDelta(op) => Ok(gated_delta::launches(op, precision, card)),
         Op::Route(op) => route::launches(op),
         Op::ExpertMlp(op) => expert_mlp::launches(op, precision),
         Op::Combine(op) => Ok((vec![small::combine(op)], 0)),

@@ -12,6 +12,8 @@ pub(crate) const N_COUNTERS: usize = 4096;
 pub(crate) struct CardFacts {
     /// Streaming multiprocessors.
     pub(crate) sms: u32,
+    /// Whether it runs machine code whose blocks reach the shared memory of others: that of compute capability 9.0 and later.
+    pub(crate) clusters: bool,
 }
 
 /// One kernel and all it needs. Launches of an op run in order, each behind the one before.

@@ -101,10 +101,11 @@ impl Cuda {
         let cards = cards()?;
         let card = probe::choose(&cards, choice)?;
         let device = Device::open(card.ordinal)?;
-        let images = bundle::pick(card.capability)
+        let (target, images) = bundle::pick(card.capability)
             .map_err(|why| OpenError::Kernels { name: card.name.clone(), why })?;
         let sms = device.driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let facts = CardFacts { sms };
+        let clusters = matches!(target, bundle::Target::Cubin(9.., _));
+        let facts = CardFacts { sms, clusters };
         let state = State {
             lanes: Lanes::new(&device)?,
             staging: Staging::new(&device)?,

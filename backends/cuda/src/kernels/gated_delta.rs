@@ -1,13 +1,16 @@
-//! Launches of [`GatedDelta`]: row by row with the state in registers for short spans, and in f32 for all; chunks on tensor cores
-//! for long ones; and one plain kernel for heads of other sizes than 128 by 128.
+//! Launches of [`GatedDelta`]: row by row with the state in registers for short spans, and in f32 for all; in decode a head is split
+//! over blocks where there are few; chunks on tensor cores for long spans; and one plain kernel for heads of other sizes than 128 by
+//! 128.
 
 use freetoken_backend::{GatedDelta, OpSpec, Precision};
 
 use super::{MAX_DECODE_ROWS, Scratch, is_aligned, launch, params};
-use crate::launch::{Arg, Launch};
+use crate::launch::{Arg, CardFacts, Launch};
 
 /// Both sides of a state that the fast kernels take.
 const FAST_DIM: u32 = 128;
+/// Blocks that share a head where heads are fewer than half of the multiprocessors.
+const SLICES: u32 = 4;
 /// Rows of a chunk.
 const CHUNK_ROWS: u32 = 32;
 /// Bytes of the record of a chunk and head: four matrices of a chunk's rows, and one of its rows by themselves, in bf16.
@@ -15,7 +18,7 @@ const RECORD_BYTES: u32 = 2 * CHUNK_ROWS * (4 * FAST_DIM + CHUNK_ROWS);
 /// Chunks of a pair of launches: enough to fill a large card, and few enough that their records stay in its L2.
 const CHUNKS: u32 = 32;
 
-pub(super) fn launches(op: &GatedDelta, precision: Precision) -> (Vec<Launch>, usize) {
+pub(super) fn launches(op: &GatedDelta, precision: Precision, card: &CardFacts) -> (Vec<Launch>, usize) {
     let p = &op.p;
     let grid = [p.n_value_heads, p.n_sequences, 1];
     let vectors = [&op.qkv, &op.state].into_iter().all(is_aligned);
@@ -24,6 +27,11 @@ pub(super) fn launches(op: &GatedDelta, precision: Precision) -> (Vec<Launch>, u
         return (vec![Launch { shared_bytes, ..launch("gated_delta_any", grid, 128, args(op)) }], 0);
     }
     let in_chunks = precision == Precision::Auto && p.n_rows > MAX_DECODE_ROWS;
+    let few_heads = 2 * p.n_value_heads * p.n_sequences <= card.sms;
+    if p.n_rows <= MAX_DECODE_ROWS && few_heads && card.clusters {
+        let grid = [p.n_value_heads * SLICES, p.n_sequences, 1];
+        return (vec![launch("gated_delta_slices", grid, 256, args(op))], 0);
+    }
     let max_rows = if in_chunks { MAX_DECODE_ROWS } else { u32::MAX };
     let mut launches = vec![launch("gated_delta_rows", grid, 512, with(op, [Arg::U32(max_rows)]))];
     let mut scratch = Scratch::default();
