@@ -316,8 +316,10 @@ impl Elastic {
     pub fn begin(&mut self, decodes: bool) -> Result<()> {
         self.planner.begin(decodes);
         self.answered = None;
-        // Records that the device still reads are not overwritten.
-        self.stream.rest()?;
+        if self.disk.is_some() {
+            // Records that the device still reads are not overwritten.
+            self.stream.rest()?;
+        }
         self.land()
     }
 
