@@ -216,8 +216,7 @@ impl ModelFiles {
         options: &EngineOptions,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Engine, ModelFilesError> {
-        let engine =
-            loading::load_as(plan, &self.config(), &self.checkpoint, backend, options, progress)?;
+        let engine = loading::load_as(plan, &self.config(), &self.checkpoint, backend, options, progress)?;
         if let Some(tokenizer) = &self.tokenizer {
             tokenizer.check_vocab(engine.model().sizes().vocab)?;
         }

@@ -208,8 +208,10 @@ fn the_command_line_runs_a_model_that_is_larger_than_its_memory() {
     let dir = root(MODELS[0]);
     let dir = dir.to_str().unwrap();
     let run = |ram: &[&str]| {
-        let fixed = ["run", "--model", dir, "--backend", "cpu", "--prompt", "a b c d", "--raw", "--temperature", "0"];
-        let output = freetoken(&[&fixed, &["--max-tokens", "24", "--precision", "f32", "--json"][..], ram].concat());
+        let fixed =
+            ["run", "--model", dir, "--backend", "cpu", "--prompt", "a b c d", "--raw", "--temperature", "0"];
+        let output =
+            freetoken(&[&fixed, &["--max-tokens", "24", "--precision", "f32", "--json"][..], ram].concat());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         (json, String::from_utf8(output.stderr).unwrap())
@@ -222,9 +224,14 @@ fn the_command_line_runs_a_model_that_is_larger_than_its_memory() {
     let (part, said) = run(&["--ram", &half]);
     assert_eq!(part["text"], all["text"]);
     let experts = &part["experts"];
-    assert!(experts["disk_reads"].as_u64() > Some(0) && experts["disk_bytes"].as_u64() > Some(0), "{experts}");
+    assert!(
+        experts["disk_reads"].as_u64() > Some(0) && experts["disk_bytes"].as_u64() > Some(0),
+        "{experts}"
+    );
     assert!(experts["disk_bytes_per_second"].as_f64() > Some(0.0), "{experts}");
-    for part in ["on the disk alone", "the others on the disk, which reads", "read from the disk", "waited for"] {
+    for part in
+        ["on the disk alone", "the others on the disk, which reads", "read from the disk", "waited for"]
+    {
         assert!(said.contains(part), "no `{part}` in {said}");
     }
     let refused = freetoken(&["run", "--model", dir, "--backend", "cpu", "--prompt", "a", "--ram", "4096"]);

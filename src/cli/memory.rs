@@ -111,9 +111,12 @@ fn started(elastic: &Elastic, backend: &dyn Backend) -> String {
         (n, format!("the others on the disk, which reads {rate:.2} GB/s"))
     });
     if let (Some((n, others)), true) = (&on_disk, backend.caps().host_memory) {
-        return format!("experts: {n} of {experts} in memory at a time ({banks}, and {device} to stream through), {others}");
+        return format!(
+            "experts: {n} of {experts} in memory at a time ({banks}, and {device} to stream through), {others}"
+        );
     }
-    let held = on_disk.map_or(String::new(), |(n, others)| format!("room for {n} of them at a time, {others}; "));
+    let held =
+        on_disk.map_or(String::new(), |(n, others)| format!("room for {n} of them at a time, {others}; "));
     let mut text = format!(
         "experts: {slots} of {experts} in slots and {ring} slots more to stream through ({device} on the device), {banks} in \
          host memory, which the device {reads} in place; {held}link {:.1} GB/s",

@@ -145,10 +145,8 @@ fn expected(plan: &LoadPlan, backend: &dyn Backend, options: &EngineOptions) -> 
     };
     let n_disk = top_k - n_hits - n_in_ram;
     let disk_rate = if n_disk > 1e-9 { moe::saved_disk_rate(folder)? } else { f64::MAX };
-    let expert = ExpertCost {
-        record_bytes: record.weight_bytes() as u64,
-        flops_per_row: record.flops_per_row(),
-    };
+    let expert =
+        ExpertCost { record_bytes: record.weight_bytes() as u64, flops_per_row: record.flops_per_row() };
     let spread = Spread { n_layers: plan.demand.n_layers, n_hits, n_in_ram, n_disk };
     Some(1.0 / rates.expected_decode(expert, &spread, plan.demand.dense_bytes, disk_rate))
 }
@@ -175,7 +173,10 @@ mod tests {
         assert_eq!(json["expert_disk_bytes"], 0);
         let (text, json) = said(Some(96 * record)).unwrap();
         assert!(text.contains("in RAM, 7.6 MiB on the disk alone"), "{text}");
-        assert_eq!((&json["expert_ram_bytes"], &json["expert_disk_bytes"]), (&(96 * record).into(), &(108 * record).into()));
+        assert_eq!(
+            (&json["expert_ram_bytes"], &json["expert_disk_bytes"]),
+            (&(96 * record).into(), &(108 * record).into())
+        );
         assert_eq!(json["expected_tokens_per_second"], Value::Null);
         let refused = said(Some(7 * record)).unwrap_err().to_string();
         assert!(refused.contains("the least is --ram 0.6 MiB"), "{refused}");

@@ -449,11 +449,17 @@ pub(super) mod tests {
         let disk = FromDisk { host_rows: &[1], host_seconds: 100.0, link_seconds: 0.0 };
         let question = Misses { disk, ..misses(&[1; 2]) };
         let rates = Rates { reply_seconds: 1.0, ..UNIT };
-        assert!(close(rates.split(&question, 2).seconds, 1.0 + 100.0 + 12.0), "the last one is computed behind it");
+        assert!(
+            close(rates.split(&question, 2).seconds, 1.0 + 100.0 + 12.0),
+            "the last one is computed behind it"
+        );
         assert!(close(rates.split(&question, 0).seconds, 1.0 + 100.0 + 12.0), "the others before");
         assert_eq!(rates.q_star(&question, 0..=2).n_link, 2, "what costs nothing is fetched");
         let quick = FromDisk { host_seconds: 1.0, ..disk };
-        assert!(close(rates.split(&Misses { disk: quick, ..question }, 0).seconds, 1.0 + 36.0), "all on the host");
+        assert!(
+            close(rates.split(&Misses { disk: quick, ..question }, 0).seconds, 1.0 + 36.0),
+            "all on the host"
+        );
         let by_link = FromDisk { host_rows: &[], host_seconds: 0.0, link_seconds: 5.0 };
         let question = Misses { disk: by_link, ..misses(&[1; 2]) };
         assert!(close(rates.split(&question, 2).seconds, 1.0 + 5.0 + 24.0), "the link waits for it");

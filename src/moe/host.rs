@@ -3,8 +3,8 @@
 use std::{collections::HashMap, sync::Arc};
 
 use freetoken_backend::{
-    Backend, Banked, Caps, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Op, Program, Result, RouteAsk, Stage,
-    View,
+    Backend, Banked, Caps, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Op, Program, Result, RouteAsk,
+    Stage, View,
 };
 
 use super::ExpertBanks;

@@ -41,6 +41,6 @@ pub use tier::DiskTier;
 
 pub use cache::{ExpertCache, Policy, Resized};
 pub use cost::{ExpertCost, FromDisk, Misses, Observed, Rates, Split, Spread, StepSeconds};
-pub use probe::{saved_disk_rate, saved_rates};
 pub use plan::{Choices, Counters, Mode, PlanError, Planned, Planner, PlannerOptions, StepKind, Wanted};
+pub use probe::{saved_disk_rate, saved_rates};
 pub use trace::{Preference, Routing, Trace, TraceError, TraceWriter};

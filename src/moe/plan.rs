@@ -393,13 +393,12 @@ impl Planner {
         let n_split = if choices.host && self.options.mode != Mode::Gpu { self.n_in_ram } else { n_misses };
         let room = if choices.fetch { self.cache.n_admissible() } else { 0 };
         let reached = if choices.read_in_place { n_split } else { n_split.min(room) };
-        let records = match &self.ram {
-            // One record at least passes what the host computes.
-            Some(ram) if n_split < n_misses => ram.n_records(layer) - 1,
-            Some(ram) => ram.n_records(layer),
-            None => n_split,
-        };
-        let most = reached.min(records);
+        let records = self.ram.as_ref().map_or(n_misses, |ram| ram.n_records(layer));
+        let mut most = reached.min(records);
+        if n_disk > 0 && most < n_misses {
+            // What the host computes comes through one record at least.
+            most = most.min(records - 1);
+        }
         let least = if choices.host { 0 } else { n_misses };
         if least > most {
             self.cache.release();
@@ -766,13 +765,20 @@ mod tests {
     type Bytes = std::collections::BTreeMap<(u32, u32), u32>;
 
     /// Does what the reply to a route point and its reads ask for, as the host does; gives every expert that was computed, or why not.
-    fn obey(planner: &mut Planner, layer: u32, reply: &RouteReply, bytes: &mut Bytes) -> Result<Vec<u32>, String> {
+    fn obey(
+        planner: &mut Planner,
+        layer: u32,
+        reply: &RouteReply,
+        bytes: &mut Bytes,
+    ) -> Result<Vec<u32>, String> {
         let (wanted, ram) = planner.from_disk();
-        let link: Vec<Banked> = reply.fetch.iter().map(|f| f.from).chain(reply.read_in_place.clone()).collect();
+        let link: Vec<Banked> =
+            reply.fetch.iter().map(|f| f.from).chain(reply.read_in_place.clone()).collect();
         let on_disk = &wanted.reads[wanted.n_awaited..];
         let n_there = reply.host.len() - on_disk.len() - wanted.waiting.len();
         let (there, rest) = reply.host.split_at(n_there);
-        let expected: Vec<u32> = on_disk.iter().map(|from| from.expert).chain(wanted.waiting.clone()).collect();
+        let expected: Vec<u32> =
+            on_disk.iter().map(|from| from.expert).chain(wanted.waiting.clone()).collect();
         if rest != expected {
             return Err(format!("the host's {rest:?} are not {expected:?}"));
         }

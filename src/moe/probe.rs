@@ -9,8 +9,8 @@ use std::{
 };
 
 use freetoken_backend::{
-    Backend, Banked, Caps, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertRecord, Experts, Lane, NoRoutePoints, Result, RouteAsk,
-    RoutePoint, RouteReply, RouteServer, Stage, View,
+    Backend, Banked, Caps, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertRecord, Experts, Lane,
+    NoRoutePoints, Result, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, View,
 };
 
 use serde::Serialize;
@@ -58,12 +58,7 @@ pub(super) fn rates(
 }
 
 /// The rates that an earlier run measured for experts of this layout; `host` is what computes beside the device.
-pub fn saved_rates(
-    folder: &Path,
-    caps: &Caps,
-    record: &ExpertRecord,
-    host: Option<&Caps>,
-) -> Option<Rates> {
+pub fn saved_rates(folder: &Path, caps: &Caps, record: &ExpertRecord, host: Option<&Caps>) -> Option<Rates> {
     read(&folder.join(file_name(caps, record, host)))
 }
 
