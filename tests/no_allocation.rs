@@ -13,6 +13,7 @@ use std::{
 };
 
 use freetoken::{
+    convert::Conversion,
     engine::{EngineOptions, Sequence, sampling::SamplingParams},
     model_files::ModelFiles,
     moe::{CacheSize, ElasticOptions, Mode},
@@ -47,11 +48,24 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Engines of every kind of step: all experts in place, and behind a cache with a host that computes, or read in place.
+/// Kinds of steps, and how exactly.
+type Kind = (Precision, &'static str);
+
+const KINDS: [Kind; 4] = [
+    (Precision::F32, "resident"),
+    (Precision::Auto, "resident"),
+    (Precision::Auto, "co-executed"),
+    (Precision::Auto, "in place"),
+];
+
+/// Engines of every kind of step: all experts in place, and behind a cache with a host that computes, or read in place, or from a
+/// disk.
 fn options(kind: &str, slots: usize, precision: Precision) -> EngineOptions {
     let options = EngineOptions { context: 512, max_sequences: 2, ..EngineOptions::default() };
     let elastic = match kind {
         "resident" => return options,
+        // Half of the demo model's experts.
+        "from a disk" => return EngineOptions { ram: Some(96 * (72 << 10)), ..options },
         "co-executed" => ElasticOptions {
             mode: Mode::Share(0.5),
             host: Some(Arc::new(Cpu::new(CpuOptions { threads: Some(1), precision }).unwrap())),
@@ -66,12 +80,17 @@ fn options(kind: &str, slots: usize, precision: Precision) -> EngineOptions {
 fn a_decode_step_allocates_nothing() {
     // Some of the experts of each model have slots.
     for (model, slots) in [("models/demo", 60), ("tests/golden/qwen3_5_moe-bf16", 12)] {
-        allocates_nothing(model, slots);
+        allocates_nothing(&Path::new(env!("CARGO_MANIFEST_DIR")).join(model), slots, &KINDS);
     }
+    let dir = tempfile::tempdir().unwrap();
+    let demo = ModelFiles::open(Some(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo"))).unwrap();
+    let ftw = dir.path().join("demo");
+    Conversion::plan(&demo, None).unwrap().run(&ftw, false, &mut |_| ()).unwrap();
+    allocates_nothing(&ftw, 0, &[(Precision::Auto, "from a disk")]);
 }
 
-fn allocates_nothing(model: &str, slots: usize) {
-    let files = ModelFiles::open(Some(&Path::new(env!("CARGO_MANIFEST_DIR")).join(model))).unwrap();
+fn allocates_nothing(model: &Path, slots: usize, kinds: &[Kind]) {
+    let files = ModelFiles::open(Some(model)).unwrap();
     let sampled = SamplingParams {
         temperature: 0.9,
         top_p: 0.95,
@@ -80,13 +99,7 @@ fn allocates_nothing(model: &str, slots: usize) {
         seed: 7,
         ..SamplingParams::GREEDY
     };
-    let kinds = [
-        (Precision::F32, "resident"),
-        (Precision::Auto, "resident"),
-        (Precision::Auto, "co-executed"),
-        (Precision::Auto, "in place"),
-    ];
-    for (precision, kind) in kinds {
+    for &(precision, kind) in kinds {
         let cpu = Cpu::new(CpuOptions { threads: Some(2), precision }).unwrap();
         let mut engine = files.engine(Arc::new(cpu), &options(kind, slots, precision), &mut |_| ()).unwrap();
         let prompt: Vec<u32> = (100..140).collect();
@@ -113,7 +126,8 @@ fn allocates_nothing(model: &str, slots: usize) {
         assert_eq!(
             fewest,
             Some(0),
-            "allocations in 100 decode steps of {model}, {kind}, precision {precision}"
+            "allocations in 100 decode steps of {}, {kind}, precision {precision}",
+            model.display()
         );
     }
 }

@@ -176,10 +176,11 @@ impl Elastic {
             deterministic: options.deterministic,
         })?;
         let disk = disk.map(|(disk, ram)| {
-            let rate = disk.rate().unwrap_or(f64::MAX);
-            planner.set_disk_rate(rate);
             planner.set_ram(ram);
-            options.probes.iter().for_each(|folder| probe::save_disk_rate(folder, rate));
+            if let Some(rate) = disk.rate() {
+                planner.set_disk_rate(rate);
+                options.probes.iter().for_each(|folder| probe::save_disk_rate(folder, rate));
+            }
             disk
         });
         let mut elastic = Elastic {
@@ -560,7 +561,7 @@ impl RouteServer for Elastic {
         let (wanted, ram) = planner.from_disk();
         wanted.reads.iter().for_each(|from| disk.request(layer, *from));
         wanted.reads[..wanted.n_awaited].iter().try_for_each(|from| disk.wait(layer, *from, ram))?;
-        planner.set_disk_rate(disk.rate().unwrap_or(f64::MAX));
+        disk.rate().into_iter().for_each(|rate| planner.set_disk_rate(rate));
         Ok(())
     }
 

@@ -399,13 +399,12 @@ impl Planner {
         let n_split = if choices.host && self.options.mode != Mode::Gpu { self.n_in_ram } else { n_misses };
         let room = if choices.fetch { self.cache.n_admissible() } else { 0 };
         let reached = if choices.read_in_place { n_split } else { n_split.min(room) };
-        let records = match &self.ram {
-            // One record at least passes what the host computes.
-            Some(ram) if n_split < n_misses => ram.n_records(layer) - 1,
-            Some(ram) => ram.n_records(layer),
-            None => n_split,
-        };
-        let most = reached.min(records);
+        let records = self.ram.as_ref().map_or(n_misses, |ram| ram.n_records(layer));
+        let mut most = reached.min(records);
+        if n_disk > 0 && most < n_misses {
+            // What the host computes comes through one record at least.
+            most = most.min(records - 1);
+        }
         let least = if choices.host { 0 } else { n_misses };
         if least > most {
             self.cache.release();

@@ -56,7 +56,7 @@ const COLUMNS: [Column; 11] = [
 pub(super) fn run(args: &DiskArgs) -> Result<()> {
     let files = ModelFiles::open(args.subject.model.as_deref())?;
     let dir = files.checkpoint().dir().to_path_buf();
-    ensure!(dir.is_dir(), "the demo model is in memory: give --model DIR");
+    ensure!(dir.is_dir(), "what is made up, and the demo model, are in memory: give --model DIR");
     let mut disk = Disk::open(&[dir])?;
     let mut seconds = Vec::new();
     for _ in 0..TURNS {
