@@ -141,6 +141,16 @@ async fn blocks_reach_the_template_in_its_form() {
 }
 
 #[tokio::test]
+async fn examples_of_a_tools_input_reach_the_model() {
+    let client = client([says("a")]);
+    let mut tools = tools();
+    tools[0]["input_examples"] = json!([{ "x": 41 }]);
+    client.post(PATH, ask(json!({ "tools": tools }))).await.ok();
+    let prompt = client.asked().remove(0).prompt;
+    assert!(prompt.contains("\"examples\": [{\"x\": 41}]"), "{prompt}");
+}
+
+#[tokio::test]
 async fn an_inner_system_message_stays_where_it_is() {
     let client = client([says("a")]);
     let messages = json!([

@@ -241,7 +241,7 @@ async fn a_model_of_channels_may_call_or_answer_in_a_form() {
 #[tokio::test]
 async fn thinking_in_channels_ends_where_its_budget_does() {
     let text = "<|channel|>analysis<|message|>one two three four five<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>";
-    let free = channels(text, json!({ "thinking_budget": 1000 })).await;
+    let free = channels(text, json!({ "thinking_budget": u64::MAX })).await;
     assert_eq!(
         (&free["reasoning_content"], &free["content"]),
         (&json!("one two three four five"), &json!("Done."))

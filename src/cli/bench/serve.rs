@@ -35,6 +35,8 @@ use crate::{
 
 /// Clients at a time.
 const N_CLIENTS: usize = 64;
+/// Tokens that one of their prompts and its answer may have together: 64 of them are read in a time that one can wait for.
+const CROWD_CONTEXT: usize = 2048;
 /// Beginnings that prompts share.
 const N_BEGINNINGS: u64 = 8;
 /// Shares of the clients that leave: before an answer, and in the middle of one.
@@ -270,7 +272,7 @@ impl Load {
     async fn chance(self, n: u64) -> Result<Seen> {
         let draw = |what: u64| philox::uniform(self.seed ^ 0x10AD, 8 * n + what);
         let beginning = (draw(0) * N_BEGINNINGS as f64) as u64;
-        let longest = self.context as f64;
+        let longest = self.context.min(CROWD_CONTEXT) as f64;
         let mut prompt =
             self.tokens(1 << 50 | beginning << 20, (longest * (0.05 + 0.05 * beginning as f64)) as usize);
         prompt.extend(self.tokens(1 << 51 | n << 12, 1 + (draw(1) * longest / 4.0) as usize));

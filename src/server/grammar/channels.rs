@@ -18,6 +18,9 @@ use crate::{
     },
 };
 
+/// A bound on thinking that is none: longer than any context.
+const MOST_BOUND: usize = 1 << 30;
+
 /// The answer behind a prompt that ends where a header begins: thinking, then a message or a call. `forced` are the functions of
 /// which one must be called.
 ///
@@ -47,8 +50,8 @@ pub(super) fn grammar(
         token("<|end|>")?,
         token("<|constrain|>")?,
     ];
-    let last = prompt.rsplit_once("<|start|>").map_or("", |(_, last)| last);
-    if last.contains("<|channel|>") {
+    let begun = prompt.rsplit_once("<|start|>").map_or("", |(_, begun)| begun);
+    if begun.contains("<|channel|>") {
         let message = "neither the form of an answer nor a bound on thinking can be promised: this model's template begins the \
                        answer itself";
         return Err(ApiError::new(Kind::Invalid, message));
@@ -56,7 +59,7 @@ pub(super) fn grammar(
     let (thoughts, bound) = match asked.thinking.budget {
         _ if asked.thinking.on == Some(false) => ("", String::new()),
         Some(0) => ("", String::new()),
-        Some(n_tokens) => ("think? ", format!("[max_tokens={n_tokens}]")),
+        Some(n_tokens) => ("think? ", format!("[max_tokens={}]", n_tokens.min(MOST_BOUND))),
         None => ("think* ", String::new()),
     };
     let next = format!("{end} {start} \"assistant\"");
