@@ -519,10 +519,11 @@ impl Planner {
         }
     }
 
-    /// The host took `seconds` for what was planned.
+    /// The host took `seconds` for what was planned, from the question on: its threads had to wake, which the plan counts by itself.
     pub fn observe_host(&mut self, planned: &Planned, seconds: f64) {
         if !self.options.deterministic {
-            self.observed.host(planned.split.host_seconds, seconds);
+            let worked = seconds - self.options.rates.wake_seconds;
+            self.observed.host(planned.split.host_seconds, worked);
         }
     }
 

@@ -106,7 +106,7 @@ pub fn replay(
             let misses = Misses { expert, rows: &rows, n_worthy: 0, hits_seconds, disk };
             let split = machine.rates.split(&misses, planned.split.n_link);
             planner.observe_link(&planned, split.link_seconds);
-            planner.observe_host(&planned, split.host_seconds);
+            planner.observe_host(&planned, machine.rates.wake_seconds + split.host_seconds);
             if counts {
                 outcome.add(&Planned { split, ..planned }, expert);
                 outcome.seconds += machine.dense_seconds + split.seconds;
