@@ -102,7 +102,38 @@ fn a_made_up_checkpoint_is_one_that_runs() {
     let bytes: Vec<f64> = rows[1..].iter().map(|row| row["bytes"].as_f64().unwrap()).collect();
     assert!(bytes[1] > bytes[0] && bytes[3] > bytes[2], "two tokens choose more experts than one: {bytes:?}");
     assert_eq!(bytes[2] - bytes[0], 32.0 * 256.0, "the cache of 32 tokens, 256 bytes each");
+    let over_kv: Vec<bool> = rows.iter().map(|row| row["depth_over_kv"].is_number()).collect();
+    assert_eq!(over_kv, [false, false, false, true, true], "beside the least depth: {table}");
+    assert!(rows.iter().all(|row| row["missed_bytes"].is_null() && row["bound_seconds"].is_null()));
     assert_eq!(fs::read_to_string(dir.join("rows.csv")).unwrap().lines().count(), 6);
+}
+
+/// What is made up in a format is a checkpoint of that format, on disk and in memory.
+#[test]
+fn a_made_up_checkpoint_has_the_format_that_is_asked_for() {
+    let dir = folder();
+    let dir = dir.path();
+    let (attention, experts) = (2 * 64 * 16 * (4 + 4 + 2 + 2), 2 * 32 * 3 * 64 * 32);
+    for (format, quantised) in
+        [("fp8", json!({ "F8_E4M3": attention + experts })), ("nvfp4", json!({ "U8": experts / 2 }))]
+    {
+        let shape = ["--config", "shape.json", "--layers", "2", "--format", format];
+        stdout(dir, &[&["synth", format], &shape[..]].concat());
+        let model = json(&stdout(dir, &["inspect", format, "--json"]));
+        assert_eq!((&model["parameters"], &model["unused_tensors"]), (&json!(N_PARAMS), &json!(0)));
+        let bytes = model["bytes_by_format"].as_object().unwrap();
+        for (dtype, expected) in quantised.as_object().unwrap() {
+            assert_eq!(&bytes[dtype], expected, "{format}: {bytes:?}");
+        }
+        let steps = ["--prompt", "8", "--decode", "2", "--backend", "cpu", "--threads", "1", "--json"];
+        let step_bytes = |model: &[&str]| {
+            let table = json(&stdout(dir, &[&["bench", "steps"], model, &steps[..]].concat()));
+            assert!(table["rows"][1]["seconds"].as_f64().unwrap() > 0.0, "{table}");
+            table["rows"][1]["bytes"].as_f64().unwrap()
+        };
+        assert_eq!(step_bytes(&["--model", format]), step_bytes(&shape), "{format}");
+        assert!(step_bytes(&shape) < 0.8 * step_bytes(&shape[..4]), "{format} beside bf16");
+    }
 }
 
 #[test]
@@ -135,6 +166,8 @@ fn refusals_leave_nothing() {
         (&["synth", "new", "--config", "shape.json", "--tokenizer", "used"], "tokenizer.json does not exist"),
         (&["synth", "new", "--config", "shape.json", "--routing", "pareto"], "is not a routing law"),
         (&["bench", "steps", "--layers", "2"], "--layers changes a made-up model"),
+        (&["bench", "steps", "--format", "fp8"], "--format is for made-up weights"),
+        (&["synth", "new", "--config", "shape.json", "--format", "int3"], "bf16, fp8, nvfp4 or mxfp4"),
         (
             &["bench", "steps", "--config", "shape.json", "--prompt", "600"],
             "the model's context is 512 tokens and 600 are asked",

@@ -161,13 +161,15 @@ fn element(checkpoint: &Checkpoint, module: &str, cols: usize, row: usize, col: 
     }
 }
 
-/// Every matrix of a checkpoint is what the definition of its format says, on the reference and on every instruction set.
+/// Every matrix of a checkpoint, of the experts those of one, is what the definition of its format says, on the reference and on every
+/// instruction set.
 fn check_checkpoint(dir: &Path) {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let mut cpus = Cpu::every_isa(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap();
     cpus.push(Cpu::reference());
     let mut n_quantised = 0;
-    for name in checkpoint.tensor_names() {
+    let is_checked = |name: &&str| !name.contains(".experts.") || name.contains(".experts.1.");
+    for name in checkpoint.tensor_names().filter(is_checked) {
         let Some(module) = name.strip_suffix(".weight").or_else(|| name.strip_suffix(".weight_packed"))
         else {
             continue;
@@ -400,6 +402,37 @@ fn widths_that_no_group_divides_and_mixed_formats_are_refused() {
         sentence.contains("tensor `c.weight` holds U8; this weight must be BF16, F16 or F32"),
         "{sentence}"
     );
+}
+
+/// Rows that come group by group are put part by part, each with its own scales.
+#[test]
+fn rows_are_put_in_another_order_with_their_scales() {
+    let cpu = Cpu::reference();
+    for (name, module, [rows, cols], parts) in [
+        ("qwen3_5_moe-fp8-block", "linear_attn.in_proj_qkv", [288, 128], [24, 48]),
+        ("qwen3_5_moe-nvfp4-ct", "mlp.experts.0.gate_proj", [32, 64], [3, 5]),
+        ("qwen3_next-bf16", "linear_attn.in_proj_ba", [8, 64], [1, 1]),
+    ] {
+        let checkpoint = Checkpoint::open(&golden(name)).unwrap();
+        let family = if name.starts_with("qwen3_5") { "model.language_model" } else { "model" };
+        let weight = format!("{family}.layers.0.{module}.weight");
+        let plain = elements(&cpu, &load(&checkpoint, &[&weight], rows, cols).unwrap().pieces()[0]);
+        let of_group = parts[0] + parts[1];
+        let n_groups = rows / of_group;
+        let mut heard = |_| ();
+        let matrix = Weights::new(&cpu, &checkpoint, &mut heard)
+            .part_by_part(&weight, n_groups, &parts, cols)
+            .unwrap();
+        let got = elements(&cpu, &matrix.pieces()[0]);
+        let of_part = |rows: std::ops::Range<usize>| {
+            (0..n_groups).flat_map(move |group| rows.clone().map(move |row| group * of_group + row))
+        };
+        let order: Vec<usize> = of_part(0..parts[0]).chain(of_part(parts[0]..of_group)).collect();
+        assert_eq!((order.len(), got.len()), (rows, plain.len()));
+        for (got, row) in got.chunks_exact(cols).zip(order) {
+            assert_eq!(got, &plain[row * cols..][..cols], "{name}: row {row}");
+        }
+    }
 }
 
 /// Made-up weights have the deviation of their kind in every format, made in one piece or in many.
