@@ -150,9 +150,10 @@ fn served(engine: &mut Engine, tokens: &[u32], n: usize) -> (usize, Vec<u32>) {
 fn goes_on_from_kept_states(backend: &Arc<dyn Backend>) {
     let (tokens, best) = prompt("p150");
     let other: Vec<u32> = tokens[..100].iter().chain(&tokens[..30]).copied().collect();
-    let alone = served(&mut engine_on(backend, options(2)), &other, 6);
+    let mut fresh = engine_on(backend, options(2));
+    let (n_bytes, alone) = (fresh.state_bytes(), served(&mut fresh, &other, 6));
+    drop(fresh);
     for (state_slots, n_host) in [(0, 4), (1, 3), (4, 0), (0, 0)] {
-        let n_bytes = engine_on(backend, options(1)).state_bytes();
         let options = EngineOptions { state_slots, state_cache: n_host * n_bytes, ..options(2) };
         let mut engine = engine_on(backend, options);
         let mut first = sequence(&tokens);
