@@ -8,7 +8,7 @@ mod on_every_device;
 use std::{collections::HashMap, path::Path, sync::Arc};
 
 use freetoken::{
-    engine::{Engine, EngineError, EngineOptions, Sequence, sampling::SamplingParams},
+    engine::{Division, Engine, EngineError, EngineOptions, Sequence, sampling::SamplingParams},
     formats::{Dtype, safetensors::Shard},
     golden, loading,
     model_files::ModelFiles,
@@ -146,13 +146,14 @@ fn served(engine: &mut Engine, tokens: &[u32], n: usize) -> (usize, Vec<u32>) {
 }
 
 /// A prompt is kept in the middle and at its end, and others go on from there: from slots of the device, from host memory, and
-/// from nothing, as they would alone.
-fn goes_on_from_kept_states(backend: &Arc<dyn Backend>) {
+/// from nothing, as they would alone. `rooms`: slots, and states in host memory.
+fn goes_on_from_kept_states(backend: &Arc<dyn Backend>, rooms: &[(usize, usize)]) {
     let (tokens, best) = prompt("p150");
     let other: Vec<u32> = tokens[..100].iter().chain(&tokens[..30]).copied().collect();
-    let alone = served(&mut engine_on(backend, options(2)), &other, 6);
-    for (state_slots, n_host) in [(0, 4), (1, 3), (4, 0), (0, 0)] {
-        let n_bytes = engine_on(backend, options(1)).state_bytes();
+    let mut fresh = engine_on(backend, options(2));
+    let (n_bytes, alone) = (fresh.state_bytes(), served(&mut fresh, &other, 6));
+    drop(fresh);
+    for &(state_slots, n_host) in rooms {
         let options = EngineOptions { state_slots, state_cache: n_host * n_bytes, ..options(2) };
         let mut engine = engine_on(backend, options);
         let mut first = sequence(&tokens);
@@ -186,7 +187,38 @@ fn goes_on_from_kept_states(backend: &Arc<dyn Backend>) {
 
 #[test]
 fn a_kept_state_is_gone_on_from_wherever_it_is() {
-    on_every_device::run(Precision::F32, |device| goes_on_from_kept_states(&device));
+    goes_on_from_kept_states(&cpu(), &[(0, 4), (4, 0), (0, 0)]);
+    on_every_device::run(Precision::F32, |device| goes_on_from_kept_states(&device, &[(1, 3)]));
+}
+
+/// Pages and states move, and both who runs and who comes later go on from them.
+fn follows_a_division(backend: &Arc<dyn Backend>) {
+    let (tokens, best) = prompt("p150");
+    let mut engine = engine_on(backend, EngineOptions { state_slots: 2, ..options(2) });
+    // Its pages lie before those that are kept.
+    let mut first = sequence(&tokens[7..60]);
+    engine.compute(&mut first, 50).unwrap();
+    let mut running = sequence(&tokens);
+    engine.compute(&mut running, 96).unwrap();
+    engine.keep(&running).unwrap();
+    engine.release(&mut first);
+    for (kv_tokens, state_slots) in [(320, 0), (512, 3), (272, 1)] {
+        let [kv_tokens, slots] = [kv_tokens, state_slots].map(Some);
+        let division = Division { kv_tokens, state_slots: slots, ..Division::default() };
+        engine.divide(division, &mut [&mut running]).unwrap();
+        let mut next = sequence(&tokens);
+        assert_eq!(engine.adopt(&mut next).unwrap(), 96);
+        assert_eq!(greedy(&mut engine, &mut next, best.len()), best, "{state_slots} slots");
+        engine.release(&mut next);
+    }
+    let counters = engine.kept_states().unwrap().counters;
+    assert_eq!((counters.host_hits, counters.slot_hits), (2, 1), "in host memory until there is a slot");
+    assert_eq!(greedy(&mut engine, &mut running, best.len()), best);
+}
+
+#[test]
+fn pages_and_states_follow_a_division_on_every_device() {
+    on_every_device::run(Precision::F32, |device| follows_a_division(&device));
 }
 
 #[test]

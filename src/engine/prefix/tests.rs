@@ -1,3 +1,5 @@
+//! The tree against what is known of every page and place, and what it computes again beside eviction by age.
+
 use std::collections::HashSet;
 
 use proptest::prelude::*;
