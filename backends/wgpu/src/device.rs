@@ -63,6 +63,8 @@ pub struct Options {
     pub subgroups: bool,
     /// Bind no more than a poor device can, so that matrices and pools are walked through in windows. Switched on by tests.
     pub floor: bool,
+    /// Choose kernels as for a GPU where a CPU plays one. Switched on by tests.
+    pub as_hardware: bool,
     /// The best way of reading host memory to use where it works. Lowered by tests.
     pub host: HostPath,
 }
@@ -70,7 +72,14 @@ pub struct Options {
 impl Options {
     /// Everything that the adapter has, and no cache.
     pub fn new(precision: Precision) -> Self {
-        Options { precision, cache: None, subgroups: true, floor: false, host: HostPath::Imported }
+        Options {
+            precision,
+            cache: None,
+            subgroups: true,
+            floor: false,
+            as_hardware: false,
+            host: HostPath::Imported,
+        }
     }
 }
 
@@ -82,6 +91,8 @@ pub(crate) struct Gpu {
     pub(crate) subgroups: Option<u32>,
     /// A CPU plays the GPU.
     pub(crate) software: bool,
+    /// Threads wait for each other at little cost, and many of them hide what memory costs.
+    pub(crate) is_parallel: bool,
     /// How it comes by host memory.
     pub(crate) host: HostPath,
     /// A little memory to bind where a kernel reads nothing.
@@ -189,6 +200,7 @@ impl Wgpu {
         let mut gpu = Gpu {
             subgroups: subgroups.map(|(least, _)| least),
             software: facts.software,
+            is_parallel: !facts.software || options.as_hardware,
             device,
             limits,
             host: HostPath::Copied,
