@@ -89,8 +89,10 @@ fn a_made_up_checkpoint_is_one_that_runs() {
     assert_eq!((&evaluated["tokens"], &evaluated["vocab"]), (&json!(4), &json!(512)));
     assert_eq!(evaluated["greedy_ids"].as_array().unwrap().len(), 2);
 
-    let bench =
-        ["bench", "--model", "out", "--prompt", "16", "--depth", "0,32", "--batch", "1,2", "--decode", "2"];
+    let bench = [
+        "bench", "steps", "--model", "out", "--prompt", "16", "--depth", "0,32", "--batch", "1,2",
+        "--decode", "2",
+    ];
     let table = stdout(dir, &[&bench[..], &["--json", "--csv", "rows.csv", "--threads", "1"]].concat());
     let table = json(&table);
     let rows = table["rows"].as_array().unwrap();
@@ -132,9 +134,9 @@ fn refusals_leave_nothing() {
         (&["synth", "new", "--config", "huge.json"], "268435456 experts in all are more than"),
         (&["synth", "new", "--config", "shape.json", "--tokenizer", "used"], "tokenizer.json does not exist"),
         (&["synth", "new", "--config", "shape.json", "--routing", "pareto"], "is not a routing law"),
-        (&["bench", "--layers", "2"], "--layers changes a made-up model"),
+        (&["bench", "steps", "--layers", "2"], "--layers changes a made-up model"),
         (
-            &["bench", "--config", "shape.json", "--prompt", "600"],
+            &["bench", "steps", "--config", "shape.json", "--prompt", "600"],
             "the model's context is 512 tokens and 600 are asked",
         ),
     ] {

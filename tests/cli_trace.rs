@@ -1,4 +1,4 @@
-//! `trace`, and `bench --cache-trace`, which replays what it wrote.
+//! `trace`, and `bench cache`, which replays what it wrote.
 
 #![allow(clippy::unwrap_used)]
 
@@ -40,7 +40,7 @@ fn refused(output: Output, code: i32, reason: &str) {
 }
 
 fn replay(dir: &Path, args: &[&str]) -> Value {
-    let json = stdout(freetoken(dir, &[&["bench", "--json", "--cache-trace"], args].concat()));
+    let json = stdout(freetoken(dir, &[&["bench", "cache", "--json"], args].concat()));
     serde_json::from_str(&json).unwrap()
 }
 
@@ -138,7 +138,7 @@ fn rates_of_another_machine_decide() {
     rates["host_alone"] = 0.into();
     fs::write(dir.join("none.json"), rates.to_string()).unwrap();
     fs::write(dir.join("other.json"), "{}").unwrap();
-    let with = |rates| freetoken(dir, &["bench", "--cache-trace", "uniform", "--rates", rates]);
+    let with = |rates| freetoken(dir, &["bench", "cache", "uniform", "--rates", rates]);
     refused(with("none.json"), 1, "none.json has a rate that is not above zero");
     refused(with("alone.json"), 1, "alone.json was measured without the CPU's experts");
     refused(with("other.json"), 1, "other.json does not hold rates");
@@ -166,10 +166,7 @@ fn is_one_element(xml: &str) -> bool {
 fn the_picture_is_xml_that_names_the_policies() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    stdout(freetoken(
-        dir,
-        &["bench", "--cache-trace", "drift:1.0", "--cache", "10,50", "--plot", "hits.svg"],
-    ));
+    stdout(freetoken(dir, &["bench", "cache", "drift:1.0", "--cache", "10,50", "--plot", "hits.svg"]));
     let svg = fs::read_to_string(dir.join("hits.svg")).unwrap();
     assert!(svg.starts_with("<svg ") && is_one_element(&svg), "{svg}");
     for name in ["LRU", "LFU, half-life 8", "LFU, half-life 32", "bound (Belady)"] {
@@ -187,19 +184,18 @@ fn what_cannot_be_traced_or_replayed_is_refused() {
     let whole = fs::read(dir.join("whole.trace")).unwrap();
     fs::write(dir.join("cut.trace"), &whole[..whole.len() - 1]).unwrap();
     fs::write(dir.join("no_steps.trace"), &whole[..whole.len() - N_FRANCE * (4 + 6 * 4 * 2)]).unwrap();
-    let bench = |args: &[&str]| freetoken(dir, &[&["bench"], args].concat());
+    let bench = |args: &[&str]| freetoken(dir, &[&["bench", "cache"], args].concat());
     for (source, reason) in [
         ("text.trace", "text.trace is not a routing trace"),
         ("cut.trace", "cut.trace ends inside of step 21"),
         ("no_steps.trace", "no_steps.trace has no steps"),
         ("nowhere.trace", "nowhere.trace does not exist"),
     ] {
-        refused(bench(&["--cache-trace", source]), 1, reason);
+        refused(bench(&[source]), 1, reason);
     }
-    refused(bench(&["--cache-trace", "zipf:9"]), 2, "S is from 0 to 4, as in zipf:1.0");
-    refused(bench(&["--cache-trace", "uniform", "--cache", "101"]), 2, "a share is from 0 to 100");
-    refused(bench(&["--cache", "50"]), 2, "--cache-trace");
-    refused(bench(&["--plot", "hits.svg"]), 2, "--cache-trace");
+    refused(bench(&["zipf:9"]), 2, "S is from 0 to 4, as in zipf:1.0");
+    refused(bench(&["uniform", "--cache", "101"]), 2, "a share is from 0 to 100");
+    refused(bench(&["--cache", "50"]), 2, "<FILE|LAW>");
 
     let demo = ["--model", DEMO, "--out", "new.trace"];
     let demo = |args: &[&str]| trace(dir, &[&demo[..], args].concat());

@@ -50,7 +50,9 @@ fn a_cache_that_changes_its_size_does_not_change_the_text() {
         if i % 5 == 0 {
             let expert_slots = Some([8, 100, 3, 30, 0, 192, 17][i / 5 - 1]);
             let kv_tokens = Some([200, 2000, 160, 300, 111, 1000, 400][i / 5 - 1]);
-            engine.divide(Division { expert_slots, kv_tokens }, &mut [&mut sequence]).unwrap();
+            engine
+                .divide(Division { expert_slots, kv_tokens, ..Division::default() }, &mut [&mut sequence])
+                .unwrap();
         }
         sequence.push(told[i - 1]);
         let mut drawn = [0];
@@ -58,6 +60,19 @@ fn a_cache_that_changes_its_size_does_not_change_the_text() {
         told.push(drawn[0]);
     }
     assert_eq!(told, resident);
+}
+
+#[test]
+fn what_is_prepared_is_all_that_steps_behind_a_cache_need() {
+    for (slots, host) in [(60, with_host()), (60, ElasticOptions::default()), (0, with_host())] {
+        let mut engine = cached(slots, host).unwrap();
+        engine.prepare(1).unwrap();
+        let n_programs = engine.n_programs();
+        for n in [1, 2, 15, 16, 17, 33, 63, 64, 65, 70] {
+            golden::greedy(&mut engine, &prompt()[..n], 3).unwrap();
+        }
+        assert_eq!(engine.n_programs(), n_programs, "{slots} slots");
+    }
 }
 
 #[test]
@@ -200,6 +215,37 @@ fn a_recurrent_sequence_begins_anew_behind_a_step_that_failed() {
         let tokens = sequence.tokens().to_vec();
         engine.release(sequence);
         assert_eq!(golden::greedy(&mut engine, &tokens, 1).unwrap(), [again]);
+    }
+}
+
+/// A client leaves while a chunk of its prompt is half way through the layers: what was computed before is found by the next one.
+#[test]
+fn a_chunk_that_is_abandoned_leaves_what_was_computed_before_it() {
+    let n_chunk = 48;
+    for (model, vocab) in [("tests/golden/qwen3_5_moe-bf16", 311), ("models/demo", 8000)] {
+        let prompt: Vec<u32> = (0..150).map(|i| (i * 37 + 5) % vocab).collect();
+        let fresh = golden::greedy(&mut open(model, EngineOptions::default()).unwrap(), &prompt, 8).unwrap();
+        let elastic = ElasticOptions { in_place: false, mode: Mode::Gpu, ..ElasticOptions::default() };
+        let expert_cache = Some(CacheSize::Slots(12));
+        let options = EngineOptions { expert_cache, elastic, state_slots: 1, ..EngineOptions::default() };
+        let mut engine = open(model, options).unwrap();
+        let mut sequence = Sequence::new(&prompt, SamplingParams::GREEDY, 200);
+        assert!(engine.streams(n_chunk));
+        engine.compute(&mut sequence, n_chunk).unwrap();
+        assert!(!engine.compute_unit(&mut sequence, n_chunk).unwrap(), "one layer of several");
+        engine.abandon(&mut sequence);
+        assert_eq!(sequence.n_computed(), n_chunk);
+        engine.end(&mut sequence).unwrap();
+        let mut next = Sequence::new(&prompt, SamplingParams::GREEDY, 200);
+        assert_eq!(engine.adopt(&mut next).unwrap(), n_chunk, "{model}");
+        let mut told = vec![engine.prefill(&mut next, &mut |_| true).unwrap().unwrap()];
+        while told.len() < 8 {
+            next.push(told[told.len() - 1]);
+            let mut drawn = [0];
+            engine.decode(&mut [&mut next], &mut drawn).unwrap();
+            told.push(drawn[0]);
+        }
+        assert_eq!(told, fresh, "{model}");
     }
 }
 

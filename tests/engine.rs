@@ -48,6 +48,24 @@ fn sequences_in_one_step_get_the_tokens_they_get_alone() {
 }
 
 #[test]
+fn what_is_prepared_is_all_that_steps_need() {
+    let mut engine = engine(512, 3);
+    engine.prepare(3).unwrap();
+    let n_programs = engine.n_programs();
+    for prompt in prompts() {
+        golden::greedy(&mut engine, &prompt, 3).unwrap();
+    }
+    let mut sequences: Vec<Sequence> =
+        prompts()[..3].iter().map(|p| Sequence::new(p, SamplingParams::GREEDY, p.len() + 1)).collect();
+    for sequence in &mut sequences {
+        let token = engine.prefill(sequence, &mut |_| true).unwrap().unwrap();
+        sequence.push(token);
+    }
+    engine.decode(&mut sequences.iter_mut().collect::<Vec<_>>(), &mut [0; 3]).unwrap();
+    assert_eq!(engine.n_programs(), n_programs);
+}
+
+#[test]
 fn a_released_sequence_leaves_room_and_no_trace() {
     let mut engine = engine(256, 1);
     let first = golden::greedy(&mut engine, &prompts()[3], 8).unwrap();

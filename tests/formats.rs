@@ -8,9 +8,9 @@ use std::{
 };
 
 use freetoken::{
-    formats::{Checkpoint, Dtype, FormatError},
+    formats::{Checkpoint, Dtype, FormatError, quantised},
     model_files::ModelFiles,
-    models::{Inventory, TensorError, WeightSource, Weights},
+    models::{Inventory, Synthetic, SyntheticCheckpoint, TensorError, WeightSource, Weights},
 };
 use freetoken_backend::{
     Activation, Backend, Format, HostBytes, MatMul, MatMulParams, Matrix, Precision, Weight,
@@ -141,7 +141,10 @@ fn element(checkpoint: &Checkpoint, module: &str, cols: usize, row: usize, col: 
             packed(bytes) * e8m0(tensor(".scale").unwrap().bytes.as_slice()[row * (cols / 32) + col / 32])
         }
         Dtype::F8_E4M3 => {
-            let scale = match tensor(".weight_scale_inv") {
+            let scale = match tensor(".weight_scale_inv").or_else(|| tensor(".weight_scale")) {
+                Some(scale) if scale.shape.is_empty() => {
+                    f64::from(bytemuck::pod_read_unaligned::<f32>(scale.bytes.as_slice()))
+                }
                 Some(scale) => {
                     let at = 2 * block(&scale.shape);
                     half::bf16::from_le_bytes([scale.bytes.as_slice()[at], scale.bytes.as_slice()[at + 1]])
@@ -192,8 +195,10 @@ fn check_checkpoint(dir: &Path) {
 
 #[test]
 fn weights_are_what_their_format_defines() {
-    for name in ["qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_moe-nvfp4-modelopt"] {
-        check_checkpoint(&golden(name));
+    for family in ["qwen3_moe", "qwen3_5_moe"] {
+        for layout in ["fp8-block", "nvfp4-ct", "nvfp4-modelopt"] {
+            check_checkpoint(&golden(&format!("{family}-{layout}")));
+        }
     }
 }
 
@@ -395,6 +400,40 @@ fn widths_that_no_group_divides_and_mixed_formats_are_refused() {
         sentence.contains("tensor `c.weight` holds U8; this weight must be BF16, F16 or F32"),
         "{sentence}"
     );
+}
+
+/// Made-up weights have the deviation of their kind in every format, made in one piece or in many.
+#[test]
+fn made_up_weights_have_the_same_deviation_in_every_format() {
+    let (synthetic, [rows, cols]) = (Synthetic::new(7), [64, 256]);
+    for format in [Format::Fp8, Format::Nvfp4, Format::Mxfp4] {
+        for (module, deviation) in [
+            ("model.layers.1.self_attn.o_proj", 4e-4),
+            ("model.layers.1.mlp.experts.3.gate_proj", 0.02),
+            ("model.layers.0.mlp.experts.15.down_proj", 1e-3),
+        ] {
+            let tensors = quantised::tensors(format, module, [rows, cols]);
+            let checkpoint = SyntheticCheckpoint::generate(&synthetic, &tensors, &mut |_| ()).unwrap();
+            for tensor in &tensors {
+                let (_, whole) = checkpoint.tensor(&tensor.name, &tensor.shape).unwrap();
+                let mut pieces = vec![0; tensor.bytes()];
+                for (i, out) in pieces.chunks_mut(104).enumerate() {
+                    synthetic.fill_parallel(tensor, 104 * i, out);
+                }
+                assert!(whole.as_slice() == pieces, "{}", tensor.name);
+            }
+            let weight = load(&checkpoint, &[&format!("{module}.weight")], rows, cols).unwrap();
+            assert_eq!(weight.format(), format);
+            let values = elements(&Cpu::reference(), &weight.pieces()[0]);
+            let n = values.len() as f32;
+            let found = (values.iter().map(|v| v * v).sum::<f32>() / n).sqrt();
+            // The scale of mxfp4 is the nearest power of two.
+            let slack = if format == Format::Mxfp4 { 0.42 } else { 0.03 };
+            assert!((found / deviation - 1.0).abs() < slack, "{module} in {format}: {found}");
+            let mean = values.iter().sum::<f32>() / n;
+            assert!(mean.abs() < 0.05 * deviation, "{module} in {format}: mean {mean}");
+        }
+    }
 }
 
 /// Sizes of the golden checkpoints, whatever stores them.

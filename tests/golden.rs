@@ -14,7 +14,14 @@ use freetoken_cpu::{Cpu, CpuOptions};
 const TAKEN: [&str; 5] =
     ["qwen3_moe-bf16", "qwen3-bf16", "llama-bf16", "qwen3_5_moe-bf16", "qwen3_5_moe-f32"];
 /// Codes and scales as their publishers store them; expected outputs are those of the dequantised weights.
-const QUANTISED: [&str; 3] = ["qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_moe-nvfp4-modelopt"];
+const QUANTISED: [&str; 6] = [
+    "qwen3_moe-fp8-block",
+    "qwen3_moe-nvfp4-ct",
+    "qwen3_moe-nvfp4-modelopt",
+    "qwen3_5_moe-fp8-block",
+    "qwen3_5_moe-nvfp4-ct",
+    "qwen3_5_moe-nvfp4-modelopt",
+];
 /// Read from the folder that `FREETOKEN_GOLDEN` names, where it does.
 const OUTSIDE: [&str; 3] = ["qwen3_moe-f32", "qwen3-f32", "llama-f32"];
 

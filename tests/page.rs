@@ -25,6 +25,7 @@ use axum::{
 use freetoken::{
     engine::EngineOptions,
     model_files::ModelFiles,
+    moe::{CacheSize, ElasticOptions, Mode},
     scheduler::{Scheduler, SchedulerOptions},
     server::{ServedModel, Server, Settings, app},
 };
@@ -65,12 +66,18 @@ impl Browser {
     }
 }
 
-fn demo_server() -> Arc<Server> {
+/// Behind a cache of `expert_slots`, where they are given.
+fn demo_server(expert_slots: Option<usize>) -> Arc<Server> {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo");
     let files = Arc::new(ModelFiles::open(Some(&demo)).unwrap());
-    let cpu = Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::Auto }).unwrap());
-    let options = EngineOptions { max_sequences: 2, ..EngineOptions::default() };
-    let engine = files.engine(cpu, &options, &mut |_| ()).unwrap();
+    let cpu = || Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::Auto }).unwrap());
+    let options = EngineOptions {
+        max_sequences: 2,
+        expert_cache: expert_slots.map(CacheSize::Slots),
+        elastic: ElasticOptions { mode: Mode::Share(0.5), host: Some(cpu()), ..ElasticOptions::default() },
+        ..EngineOptions::default()
+    };
+    let engine = files.engine(cpu(), &options, &mut |_| ()).unwrap();
     let server = Arc::new(Server::new(Settings::local("demo"), ServedModel::new(files).unwrap()));
     server.serve(Arc::new(Scheduler::start(engine, SchedulerOptions::default()).unwrap()));
     server
@@ -85,14 +92,14 @@ async fn check_file(UrlPath(name): UrlPath<String>) -> impl IntoResponse {
 }
 
 /// Opens a page of checks and waits for what came of them.
-async fn outcome(page: &str) {
+async fn outcome(page: &str, server: Arc<Server>) {
     let (tell, mut told) = mpsc::unbounded_channel();
     let checks = Router::new()
         .route("/test/{file}", get(check_file))
         .route("/test/outcome", post(async move |Json(outcome): Json<Value>| tell.send(outcome).unwrap()));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let serving = tokio::spawn(axum::serve(listener, app(demo_server()).merge(checks)).into_future());
+    let serving = tokio::spawn(axum::serve(listener, app(server).merge(checks)).into_future());
     let profile = tempfile::tempdir().unwrap();
     let Some(_browser) = Browser::open(&format!("http://{address}/test/{page}"), profile.path()) else {
         let must = env::var_os("FREETOKEN_CI").is_some_and(|value| value == "1");
@@ -108,10 +115,15 @@ async fn outcome(page: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hostile_markdown_stays_text() {
-    outcome("markdown.html").await;
+    outcome("markdown.html", demo_server(None)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_person_talks_to_the_demo_model() {
-    outcome("page.html").await;
+    outcome("page.html", demo_server(None)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_person_sees_where_experts_are() {
+    outcome("page.html", demo_server(Some(40))).await;
 }

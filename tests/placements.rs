@@ -16,8 +16,14 @@ use freetoken_cpu::{Cpu, CpuOptions};
 
 /// In both precisions.
 const GOLDEN: &str = "qwen3_moe-bf16";
-/// In f32, which bounds more closely: one a format, and a recurrent model with an expert that every token passes.
-const IN_F32: [&str; 3] = ["qwen3_moe-fp8-block", "qwen3_moe-nvfp4-ct", "qwen3_5_moe-bf16"];
+/// In f32, which bounds more closely: one a format, also of a recurrent model with an expert that every token passes.
+const IN_F32: [&str; 5] = [
+    "qwen3_moe-fp8-block",
+    "qwen3_moe-nvfp4-ct",
+    "qwen3_5_moe-bf16",
+    "qwen3_5_moe-fp8-block",
+    "qwen3_5_moe-nvfp4-modelopt",
+];
 
 fn cpu(precision: Precision) -> Arc<dyn Backend> {
     Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision }).unwrap())

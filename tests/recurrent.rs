@@ -1,7 +1,9 @@
 //! A recurrent model computes the same whatever the chunks, the company and the interruptions of a sequence, and however its
 //! checkpoint is written.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by a panic and may report")]
+
+mod on_every_device;
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
@@ -31,7 +33,11 @@ fn options(max_sequences: usize) -> EngineOptions {
 }
 
 fn engine(max_sequences: usize) -> Engine {
-    ModelFiles::open(Some(dir())).unwrap().engine(cpu(), &options(max_sequences), &mut |_| ()).unwrap()
+    engine_on(&cpu(), options(max_sequences))
+}
+
+fn engine_on(backend: &Arc<dyn Backend>, options: EngineOptions) -> Engine {
+    ModelFiles::open(Some(dir())).unwrap().engine(backend.clone(), &options, &mut |_| ()).unwrap()
 }
 
 /// Tokens of a prompt, and the best ones behind it.
@@ -130,38 +136,57 @@ fn sequences_do_not_see_each_other() {
     assert_eq!((drawn_a, drawn_b), (first_best, second_best));
 }
 
-#[test]
-fn a_saved_state_is_gone_on_from() {
-    let mut engine = engine(2);
+/// What a new sequence finds of a prompt, and the best tokens behind it. It ends, and is kept.
+fn served(engine: &mut Engine, tokens: &[u32], n: usize) -> (usize, Vec<u32>) {
+    let mut sequence = sequence(tokens);
+    let n_found = engine.adopt(&mut sequence).unwrap();
+    let ids = greedy(engine, &mut sequence, n);
+    engine.end(&mut sequence).unwrap();
+    (n_found, ids)
+}
+
+/// A prompt is kept in the middle and at its end, and others go on from there: from slots of the device, from host memory, and
+/// from nothing, as they would alone.
+fn goes_on_from_kept_states(backend: &Arc<dyn Backend>) {
     let (tokens, best) = prompt("p150");
-    let mut a = sequence(&tokens);
-    assert_eq!(engine.save_state(&a).unwrap().bytes(), 0, "nothing is computed");
-    engine.compute(&mut a, 100).unwrap();
-    let middle = engine.save_state(&a).unwrap();
-    assert_eq!((middle.tokens(), middle.bytes()), (&tokens[..100], 400 + engine.state_bytes()));
-    assert_eq!(greedy(&mut engine, &mut a, best.len()), best);
-
-    // The same sequence goes back, to another end and to its own.
-    let mut other = tokens[..110].to_vec();
-    other.extend(&tokens[..9]);
-    let expected = {
-        let mut fresh = sequence(&other);
-        let ids = greedy(&mut engine, &mut fresh, 5);
-        engine.release(&mut fresh);
-        ids
-    };
-    for (prompt, best) in [(&other, &expected), (&tokens, &best)] {
-        engine.restore(&mut a, &middle).unwrap();
-        engine.rebase(&mut a, prompt);
-        assert_eq!(a.n_computed(), 100);
-        assert_eq!(&greedy(&mut engine, &mut a, best.len()), best);
+    let other: Vec<u32> = tokens[..100].iter().chain(&tokens[..30]).copied().collect();
+    let alone = served(&mut engine_on(backend, options(2)), &other, 6);
+    for (state_slots, n_host) in [(0, 4), (1, 3), (4, 0), (0, 0)] {
+        let n_bytes = engine_on(backend, options(1)).state_bytes();
+        let options = EngineOptions { state_slots, state_cache: n_host * n_bytes, ..options(2) };
+        let mut engine = engine_on(backend, options);
+        let mut first = sequence(&tokens);
+        for n in [96, 48] {
+            engine.compute(&mut first, n).unwrap();
+            engine.keep(&first).unwrap();
+        }
+        // Somebody else works beside it.
+        let mut beside = sequence(&tokens[3..50]);
+        engine.compute(&mut beside, 40).unwrap();
+        assert_eq!(greedy(&mut engine, &mut first, best.len()), best);
+        engine.end(&mut first).unwrap();
+        engine.end(&mut beside).unwrap();
+        let is_kept = state_slots + n_host > 0;
+        let n_kept = |n: usize| if is_kept { n } else { 0 };
+        let (n_found, ids) = served(&mut engine, &other, 6);
+        assert_eq!((n_found, &ids), (n_kept(96), &alone.1), "{state_slots} slots");
+        let (n_found, ids) = served(&mut engine, &tokens, best.len());
+        assert_eq!((n_found, &ids), (n_kept(144), &best), "{state_slots} slots");
+        let kept = engine.kept_states().unwrap();
+        let hits = [kept.counters.slot_hits, kept.counters.host_hits];
+        let expected = match (state_slots, n_host) {
+            (0, 0) => [0, 0],
+            (0, _) | (1, _) => [0, 2],
+            _ => [2, 0],
+        };
+        assert_eq!(hits, expected, "{kept:?}");
+        assert_eq!(kept.n_in_slots + kept.n_in_host, state_slots + n_host, "{kept:?}");
     }
+}
 
-    // Another sequence that has computed the keys and values itself, and then more.
-    let mut b = sequence(&tokens);
-    engine.compute(&mut b, 130).unwrap();
-    engine.restore(&mut b, &middle).unwrap();
-    assert_eq!(greedy(&mut engine, &mut b, best.len()), best);
+#[test]
+fn a_kept_state_is_gone_on_from_wherever_it_is() {
+    on_every_device::run(Precision::F32, |device| goes_on_from_kept_states(&device));
 }
 
 #[test]

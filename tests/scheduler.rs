@@ -8,7 +8,9 @@ use freetoken::{
     engine::{Division, EngineOptions, sampling::SamplingParams},
     model_files::ModelFiles,
     moe::{CacheSize, ElasticOptions},
-    scheduler::{Ended, Event, Events, Refusal, Request, Scheduler, SchedulerOptions, Service, Stop, Usage},
+    scheduler::{
+        Ended, Event, Events, Refusal, Request, Scheduler, SchedulerOptions, Service, States, Stop, Usage,
+    },
 };
 use freetoken_backend::{PAGE_TOKENS, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
@@ -219,11 +221,12 @@ fn memory_is_divided_anew_while_requests_run_and_no_text_changes() {
         let both = [(1, 150), (2, 300)].map(|(i, n)| scheduler.submit(request(&prompt(i, n), 60)).unwrap());
         if divide {
             until("both run", || scheduler.stats().n_running == 2);
-            let little = Division { expert_slots: None, kv_tokens: Some(PAGE_TOKENS) };
+            let little = Division { kv_tokens: Some(PAGE_TOKENS), ..Division::default() };
             assert!(scheduler.divide(little).unwrap_err().contains("running sequences"));
             for (slots, kv_tokens) in [(8, 1024), (30, 768), (16, 1024)] {
                 std::thread::sleep(Duration::from_millis(20));
-                let division = Division { expert_slots: Some(slots), kv_tokens: Some(kv_tokens) };
+                let division =
+                    Division { expert_slots: Some(slots), kv_tokens: Some(kv_tokens), ..Division::default() };
                 let cache = scheduler.divide(division).unwrap();
                 assert_eq!((cache.experts.unwrap().n_slots, cache.kv_tokens), (slots, kv_tokens));
             }
@@ -233,15 +236,38 @@ fn memory_is_divided_anew_while_requests_run_and_no_text_changes() {
     assert_eq!(run(true), run(false));
 }
 
+/// The golden checkpoint with recurrent layers, and so many slots for states on the device.
+fn recurrent(state_slots: usize) -> Scheduler {
+    let options = EngineOptions { context: 512, max_sequences: 2, state_slots, ..EngineOptions::default() };
+    scheduler_of("tests/golden/qwen3_5_moe-f32", &options, 2, 8)
+}
+
+/// Tokens of its vocabulary.
+fn small(seed: u32, n: u32) -> Vec<u32> {
+    (0..n).map(|i| (i * 37 + seed * 101) % 300).collect()
+}
+
+fn anchored(prompt: &[u32], anchors: &[usize]) -> Request {
+    Request { anchors: anchors.to_vec(), ..request(prompt, 10) }
+}
+
 #[test]
 fn a_recurrent_model_goes_on_from_the_states_that_were_kept() {
-    let options = EngineOptions { context: 512, max_sequences: 2, ..EngineOptions::default() };
-    let start = || scheduler_of("tests/golden/qwen3_5_moe-f32", &options, 2, 8);
-    let small = |seed: u32, n: u32| -> Vec<u32> { (0..n).map(|i| (i * 37 + seed * 101) % 300).collect() };
-    let anchored =
-        |prompt: &[u32], anchors: &[usize]| Request { anchors: anchors.to_vec(), ..request(prompt, 10) };
-    let fresh = |prompt: &[u32]| answer(start().submit(request(prompt, 10)).unwrap()).0;
-    let scheduler = start();
+    for state_slots in [0, 2, 32] {
+        let states = goes_on_from_states(state_slots);
+        assert_eq!(
+            (states.slot_hits > 0, states.host_hits > 0),
+            (state_slots > 0, state_slots < 32),
+            "{states:?}"
+        );
+        assert_eq!((states.n_slots, states.spilled > 0), (state_slots, state_slots == 2), "{states:?}");
+        assert_eq!(states.slot_hits + states.host_hits, 5, "{states:?}");
+    }
+}
+
+fn goes_on_from_states(state_slots: usize) -> States {
+    let fresh = |prompt: &[u32]| answer(recurrent(0).submit(request(prompt, 10)).unwrap()).0;
+    let scheduler = recurrent(state_slots);
     let system = small(1, 50);
     let first: Vec<u32> = system.iter().copied().chain(small(2, 60)).collect();
     let (tokens, ended) = answer(scheduler.submit(anchored(&first, &[50])).unwrap());
@@ -265,5 +291,68 @@ fn a_recurrent_model_goes_on_from_the_states_that_were_kept() {
     for (events, prompt) in events.into_iter().zip(&both) {
         let (text, ended) = answer(events);
         assert_eq!((&text, ended.usage.cached_tokens), (&fresh(prompt), 48));
+    }
+    scheduler.stats().cache.states.unwrap()
+}
+
+#[test]
+fn kept_states_follow_a_division_of_the_memory() {
+    let scheduler = recurrent(4);
+    let first = [small(1, 50), small(2, 60)].concat();
+    let found = |prompt: &[u32]| answer(scheduler.submit(anchored(prompt, &[50])).unwrap());
+    let states = |state_slots, state_cache_bytes| {
+        scheduler
+            .divide(Division { state_slots, state_cache_bytes, ..Division::default() })
+            .unwrap()
+            .states
+            .unwrap()
+    };
+    let (text, _) = found(&first);
+    let before = scheduler.stats().cache.states.unwrap();
+    assert_eq!((before.n_in_slots, before.n_in_host), (3, 0), "behind 48 tokens, 96, and all: {before:?}");
+    // The coldest two move.
+    let one = states(Some(1), None);
+    assert_eq!((one.n_slots, one.n_in_slots, one.n_in_host, one.spilled), (1, 1, 2, 2), "{one:?}");
+    let (again, ended) = found(&first);
+    assert_eq!((&again, ended.usage.cached_tokens), (&text, 96));
+    // Room for one: it is the one that was used.
+    let none = states(Some(0), Some(before.state_bytes as usize));
+    assert_eq!((none.n_slots, none.n_host, none.n_in_host, none.dropped), (0, 1, 1, 2), "{none:?}");
+    assert_eq!(found(&first).1.usage.cached_tokens, 96);
+    // Slots again, and nothing else.
+    let before = states(Some(3), Some(0));
+    assert_eq!((before.n_slots, before.n_host, before.n_in_host), (3, 0, 0), "{before:?}");
+    let texts = [found(&first).0, found(&first).0];
+    assert_eq!(texts, [text.clone(), text]);
+    assert_eq!(scheduler.stats().cache.states.unwrap().slot_hits, before.slot_hits + 1);
+    let too_many = Division { state_slots: Some(1 << 40), ..Division::default() };
+    let error = scheduler.divide(too_many).unwrap_err();
+    assert!(error.contains("more device memory") && error.contains("states of recurrent layers"), "{error}");
+    let text_of_other = found(&small(9, 80)).0;
+    assert_eq!(text_of_other, answer(recurrent(0).submit(request(&small(9, 80), 10)).unwrap()).0);
+}
+
+#[test]
+fn what_was_read_of_a_prompt_whose_client_left_is_found() {
+    let [attention, with_states]: [fn() -> Scheduler; 2] = [|| scheduler(1024, 2, 2), || recurrent(2)];
+    for (start, long) in [(attention, prompt(3, 900)), (with_states, small(3, 450))] {
+        let fresh = answer(start().submit(request(&long, 10)).unwrap()).0;
+        let scheduler = start();
+        // Beside it the prompt is read in pieces.
+        let mut decoding = scheduler.submit(request(&small(4, 20), 400)).unwrap();
+        while !matches!(decoding.blocking_recv().unwrap(), Event::Token(_)) {}
+        let mut reading = scheduler.submit(request(&long, 10)).unwrap();
+        let n_read = loop {
+            match reading.blocking_recv().unwrap() {
+                Event::Prefill { n_computed, .. } if n_computed > 0 => break n_computed,
+                _ => {}
+            }
+        };
+        drop((reading, decoding));
+        until("nothing runs", || scheduler.stats().n_ended == 2);
+        let (text, ended) = answer(scheduler.submit(request(&long, 10)).unwrap());
+        assert_eq!(text, fresh);
+        let n_found = ended.usage.cached_tokens;
+        assert!(n_found >= n_read / PAGE_TOKENS * PAGE_TOKENS, "{n_found} of {n_read} tokens");
     }
 }

@@ -59,6 +59,8 @@ impl MemoryArgs {
         let all_on_host = (self.experts == ExpertsArg::Cpu && !is_host).then_some(CacheSize::Slots(0));
         Ok(EngineOptions {
             vram: self.vram.map(|count| count.0),
+            // One tier, where both would be the same memory.
+            state_slots: if is_host { 0 } else { options.state_slots },
             expert_cache: self.expert_cache.or(all_on_host),
             elastic: ElasticOptions {
                 mode: match self.experts {

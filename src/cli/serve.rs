@@ -11,7 +11,7 @@ use tokio::{net::TcpListener, runtime, sync::oneshot};
 use self::signals::Signals;
 use super::{model::ModelArgs, terminal::note};
 use crate::{
-    engine::EngineOptions,
+    engine::{Engine, EngineOptions},
     moe::ByteCount,
     scheduler::{Scheduler, SchedulerOptions},
     server::{ServedModel, Server, Settings, listen::listen},
@@ -56,7 +56,11 @@ pub(super) struct ServeArgs {
     /// Tokens that the key-value cache holds, of all requests and of what is kept for later ones [default: twice the context].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 28))]
     kv_tokens: Option<u32>,
-    /// Host memory for the states of recurrent layers that later requests may go on from.
+    /// States of recurrent layers that stay on the device for later requests to go on from [default: one for each request that is
+    /// answered at a time; on the CPU, whose memory is the host's, none].
+    #[arg(long, value_name = "N")]
+    state_slots: Option<u16>,
+    /// Host memory for states that have no slot on the device.
     #[arg(long, default_value = "1GiB", value_name = "BYTES")]
     state_cache: ByteCount,
     /// Requests that may wait; more are refused.
@@ -86,9 +90,12 @@ pub(super) fn run(args: ServeArgs) -> Result<()> {
     note(&format!("listening on http://{}", listener.local_addr()?));
     let (end, ended) = oneshot::channel();
     let listening = runtime.spawn(listen(listener, server.clone(), ended));
-    let engine = args.model.engine_with(&files, args.engine_options(), &mut |bytes| server.loaded(bytes))?;
+    let mut engine =
+        args.model.engine_with(&files, args.engine_options(), &mut |bytes| server.loaded(bytes))?;
+    say_states(&engine);
     let options =
         SchedulerOptions { max_running: args.parallel.into(), max_waiting: args.max_waiting.into() };
+    engine.prepare(options.max_running)?;
     server.serve(Arc::new(Scheduler::start(engine, options)?));
     runtime.block_on(async {
         // Until here, a signal ends the process as it would any other.
@@ -107,11 +114,23 @@ pub(super) fn run(args: ServeArgs) -> Result<()> {
     process::exit(0)
 }
 
+/// Says where states are kept for later requests.
+fn say_states(engine: &Engine) {
+    if let Some(kept) = engine.kept_states() {
+        let [slots, host] = [kept.n_slots, kept.n_host].map(|n| ByteCount((n * kept.state_bytes) as u64));
+        note(&format!(
+            "states kept for later requests: {} on the device ({slots}), {} in host memory ({host})",
+            kept.n_slots, kept.n_host
+        ));
+    }
+}
+
 impl ServeArgs {
     fn engine_options(&self) -> EngineOptions {
         let options = self.model.options(self.parallel.into());
         EngineOptions {
             kv_tokens: Some(self.kv_tokens.map_or(2 * options.context, |n| n as usize)),
+            state_slots: self.state_slots.map_or(self.parallel.into(), Into::into),
             state_cache: usize::try_from(self.state_cache.0).unwrap_or(usize::MAX),
             ..options
         }

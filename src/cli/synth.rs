@@ -35,8 +35,8 @@ use crate::{
 
 /// Most bytes of a shard, as published checkpoints have it.
 const SHARD_BYTES: u64 = 5_000_000_000;
-/// Elements that are made before they are written.
-const BUFFER: usize = 1 << 24;
+/// Bytes that are made before they are written.
+const BUFFER: usize = 1 << 25;
 /// Files that belong to a tokenizer; the first must be there.
 const TOKENIZER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
@@ -47,7 +47,7 @@ const TOKENIZER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "
 #[command(
     group = ArgGroup::new("shape").required(true).args(["like", "config"]),
     after_help = "Examples:\n  freetoken synth q30 --like qwen3-30b-a3b --layers 24\n  \
-                  freetoken synth tiny --config config.json --routing zipf:1.0 --tokenizer models/demo"
+                  freetoken synth q36 --like qwen3.6-35b-a3b --layers 8 --format nvfp4\n  freetoken synth tiny --config config.json --routing zipf:1.0 --tokenizer models/demo"
 )]
 pub(super) struct SynthArgs {
     /// The directory to write: a new one, or an empty one.
@@ -138,15 +138,16 @@ fn write(dir: &Path, inventory: &Inventory, synthetic: &Synthetic, files: &[(&st
     let progress = Progress::bytes("writing", inventory.bytes());
     let tensors: HashMap<&str, &TensorSpec> =
         inventory.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
-    let mut buffer = vec![bf16::ZERO; BUFFER];
+    // Of elements, so that they lie as they must.
+    let mut buffer = vec![bf16::ZERO; BUFFER / size_of::<bf16>()];
     let mut produce = |name: &str, out: &mut dyn Write| {
         let tensor = tensors[name];
-        let n_elements: usize = tensor.shape.iter().product();
-        for start in (0..n_elements).step_by(BUFFER) {
-            let made = &mut buffer[..BUFFER.min(n_elements - start)];
+        let bytes = tensor.bytes();
+        for start in (0..bytes).step_by(BUFFER) {
+            let made = &mut bytemuck::cast_slice_mut(&mut buffer)[..BUFFER.min(bytes - start)];
             synthetic.fill_parallel(tensor, start, made);
-            out.write_all(bytemuck::cast_slice(made))?;
-            progress.add(size_of_val(made) as u64);
+            out.write_all(made)?;
+            progress.add(made.len() as u64);
         }
         Ok(())
     };

@@ -1,4 +1,4 @@
-//! `freetoken trace`: which experts every token is routed to, in a file that `freetoken bench --cache-trace` replays.
+//! `freetoken trace`: which experts every token is routed to, in a file that `freetoken bench cache` replays.
 
 use std::{
     fs::{self, File},
@@ -36,7 +36,7 @@ const CHUNK: usize = 256;
     group = ArgGroup::new("what").required(true).args(["prompt", "text"]),
     after_help = "Examples:\n  freetoken trace --model DIR --prompt \"What is a fox?\" --out routes.trace\n  \
                   freetoken trace --model DIR --text book.txt --out routes.trace\n  \
-                  freetoken bench --cache-trace routes.trace --plot hits.svg"
+                  freetoken bench cache routes.trace --plot hits.svg"
 )]
 pub(super) struct TraceArgs {
     #[command(flatten)]

@@ -29,8 +29,10 @@ pub(super) struct Limits {
     pub(super) n_pages: usize,
     /// Whether decode steps have buffers of their own, since a prompt may be half way through the layers.
     pub(super) decodes_apart: bool,
-    /// Places for recurrent states, where a model has any.
+    /// Places for recurrent states of sequences that run, where a model has any.
     pub(super) n_states: usize,
+    /// Slots for those that are kept beside.
+    pub(super) n_state_slots: usize,
 }
 
 /// Share of the memory that there is for it that the experts' rows of a prefill step may take.
@@ -44,9 +46,22 @@ const STREAMED_SHARE: u64 = 16;
 const STREAMED_ROWS: [usize; 2] = [1024, 16_384];
 
 impl Limits {
+    /// States on the device: of sequences that run, kept ones, and the one before a chunk that may be abandoned.
+    pub(super) fn n_all_states(&self) -> usize {
+        self.n_states + self.n_state_slots + usize::from(self.decodes_apart)
+    }
+
     /// So many rows, and no cache.
     fn of_rows(max_rows: usize) -> Self {
-        Limits { max_rows, tile_rows: max_rows, context: 0, n_pages: 0, n_states: 0, decodes_apart: false }
+        Limits {
+            max_rows,
+            tile_rows: max_rows,
+            context: 0,
+            n_pages: 0,
+            n_states: 0,
+            n_state_slots: 0,
+            decodes_apart: false,
+        }
     }
 
     /// For sequences of `context` tokens. `memory`: what the device has for all of it, where that is known.
@@ -62,7 +77,8 @@ impl Limits {
         let of_one = context.div_ceil(PAGE_TOKENS);
         let of_all = options.kv_tokens.map_or(max_sequences * of_one, |n| n.div_ceil(PAGE_TOKENS));
         let n_pages = 1 + of_all.max(of_one);
-        let n_states = sizes.recurrent.map_or(0, |_| max_sequences);
+        let [n_states, n_state_slots] =
+            sizes.recurrent.map_or([0, 0], |_| [max_sequences, options.state_slots]);
         let rows = |n: usize| n.clamp(1, 1 << 16).next_power_of_two().max(MAX_SEQUENCES);
         if streamed {
             let row = Limits::of_rows(1);
@@ -75,7 +91,9 @@ impl Limits {
                 caps.max_binding_bytes / (sizes.hidden * sizes.moe.map_or(1, |moe| moe.top_k) * 4).max(1);
             let fits = 1 << fits.min(bound).clamp(MAX_SEQUENCES, most).ilog2();
             let max_rows = rows(options.max_chunk.unwrap_or(context)).min(fits);
-            return Limits { context, n_pages, n_states, decodes_apart: true, ..Limits::of_rows(max_rows) };
+            let decodes_apart = true;
+            let of_rows = Limits::of_rows(max_rows);
+            return Limits { context, n_pages, n_states, n_state_slots, decodes_apart, ..of_rows };
         }
         let max_rows = rows(options.max_chunk.unwrap_or(caps.prefill_rows.min(context)));
         // All where memory is plentiful, since each tile reads its experts again.
@@ -84,7 +102,7 @@ impl Limits {
         let most = usize::try_from(share).unwrap_or(usize::MAX).min(caps.max_binding_bytes);
         let fits = (most / row_bytes.max(1)).clamp(1, max_rows);
         let tile_rows = 1 << fits.ilog2();
-        Limits { max_rows, tile_rows, context, n_pages, n_states, decodes_apart: false }
+        Limits { tile_rows, context, n_pages, n_states, n_state_slots, ..Limits::of_rows(max_rows) }
     }
 }
 
@@ -275,7 +293,7 @@ fn buffers(backend: &dyn Backend, s: &Sizes, limits: &Limits) -> Result<[View; N
 pub(super) fn bytes(s: &Sizes, limits: &Limits, precision: Precision) -> u64 {
     let page = KvCache::page_bytes(kv_format(precision), s.n_kv_heads, s.head_dim) as u64;
     let kv = page * limits.n_pages as u64 * s.n_kv_layers() as u64;
-    let states = s.recurrent.map_or(0, |recurrent| limits.n_states * recurrent.state_bytes()) as u64;
+    let states = s.recurrent.map_or(0, |recurrent| limits.n_all_states() * recurrent.state_bytes()) as u64;
     let apart = limits.decodes_apart.then(|| Limits::of_rows(MAX_SEQUENCES));
     let activations: usize =
         std::iter::once(*limits).chain(apart).flat_map(|limits| activations(s, &limits)).sum();

@@ -32,17 +32,19 @@ pub enum EngineError {
     /// A new division of the memory does not fit.
     #[error(
         "that takes {more} more device memory and {spare} are to be had: beside that key-value cache fit {slots} slots of \
-         experts, and beside the slots of now {tokens} tokens"
+         experts, and beside what is there now {tokens} tokens, or {states} states of recurrent layers"
     )]
     Division {
         /// Bytes beyond what is taken now.
         more: ByteCount,
         /// Bytes to be had.
         spare: ByteCount,
-        /// Slots that would fit beside the pages asked for.
+        /// Slots that would fit beside the pages and states asked for.
         slots: usize,
         /// Tokens that would fit beside the slots of now.
         tokens: usize,
+        /// Slots for states that would fit beside the rest of now.
+        states: usize,
     },
     /// A key-value cache that is smaller than what is in it.
     #[error(

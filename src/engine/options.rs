@@ -18,7 +18,9 @@ pub struct EngineOptions {
     /// Tokens that the key-value cache holds, of all sequences together and never less than one of them may have; as many as all
     /// may have by default.
     pub kv_tokens: Option<usize>,
-    /// Bytes of host memory for states of recurrent layers that later sequences may go on from.
+    /// States of recurrent layers that stay on the device for later sequences to go on from.
+    pub state_slots: usize,
+    /// Bytes of host memory for those that have no slot there.
     pub state_cache: usize,
     /// Rows of a prefill step; as many as keep the device busy by default.
     pub max_chunk: Option<usize>,
@@ -36,6 +38,7 @@ impl Default for EngineOptions {
             context: 4096,
             max_sequences: 1,
             kv_tokens: None,
+            state_slots: 0,
             state_cache: 1 << 30,
             max_chunk: None,
             vram: None,

@@ -88,6 +88,7 @@ impl Engine {
     /// The same for a sequence that has the room.
     fn compute_rows(&mut self, sequence: &Sequence, n: usize) -> Result<bool, EngineError> {
         if self.open.is_none() && self.streams(n) {
+            self.put_aside(sequence)?;
             let bucket = self.layered_input(sequence, n)?;
             self.open = Some(OpenChunk { bucket, n_rows: n, n_done: 0 });
         }
@@ -109,12 +110,14 @@ impl Engine {
         Ok(true)
     }
 
-    /// Leaves the chunk of a sequence that is half way through the layers, if there is one: its tokens are not computed, and of a
-    /// recurrent model's sequence nothing is left.
+    /// Leaves the chunk of a sequence that is half way through the layers, if there is one: its tokens are not computed, and what
+    /// was computed before stays.
     pub fn abandon(&mut self, sequence: &mut Sequence) {
         if self.open.take().is_some() {
             self.elastic.iter_mut().for_each(|elastic| elastic.abandon());
-            self.distrust(sequence);
+            if self.bring_back(sequence).is_err() {
+                self.distrust(sequence);
+            }
         }
     }
 
@@ -133,20 +136,24 @@ impl Engine {
     /// Writes the next `n` tokens as the input of the step that streams experts to them, and gives its bucket.
     pub(super) fn layered_input(&mut self, sequence: &Sequence, n: usize) -> Result<usize, EngineError> {
         let bucket = n.next_power_of_two();
-        let Engine { backend, model, batch, layered, elastic, input, .. } = self;
-        let recorded = match layered.entry(bucket) {
-            Entry::Occupied(there) => there.into_mut(),
-            Entry::Vacant(place) => {
-                let elastic = elastic.as_deref().expect("asked for by an engine with a cache");
-                let batch = batch.bucket(bucket).with_shared_ids();
-                let stages = programs::stages(Kind::Prefill, &**model, &batch);
-                place.insert(Layered::record(&**backend, batch, stages, elastic)?)
-            }
-        };
-        let batch = &recorded.batch;
+        self.layered_program(bucket)?;
+        let Engine { backend, layered, input, .. } = self;
+        let batch = &layered[&bucket].batch;
         input.put_rows(batch, once(sequence), n);
         backend.write(&batch.input, input.rows(batch))?;
         Ok(bucket)
+    }
+
+    /// Records the step that streams experts to a bucket of tokens, unless it is there.
+    pub(super) fn layered_program(&mut self, bucket: usize) -> Result<(), EngineError> {
+        let Engine { backend, model, batch, layered, elastic, .. } = self;
+        if let Entry::Vacant(place) = layered.entry(bucket) {
+            let elastic = elastic.as_deref().expect("asked for by an engine with a cache");
+            let batch = batch.bucket(bucket).with_shared_ids();
+            let stages = programs::stages(Kind::Prefill, &**model, &batch);
+            place.insert(Layered::record(&**backend, batch, stages, elastic)?);
+        }
+        Ok(())
     }
 
     pub(super) fn advance(&mut self, sequence: &mut Sequence, n: usize) {

@@ -87,6 +87,11 @@ impl Programs {
 }
 
 impl Programs {
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// One that was recorded for `n` rows.
     pub(super) fn recorded(&self, kind: Kind, n: usize) -> &Recorded {
         self.0.get(&(kind, n.next_power_of_two())).expect("a program that has run")

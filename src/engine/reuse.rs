@@ -2,7 +2,7 @@
 
 use freetoken_backend::PAGE_TOKENS;
 
-use super::{Engine, EngineError, Sequence};
+use super::{Engine, EngineError, Sequence, prefix::Found};
 
 /// Pages of the key-value cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,27 +20,36 @@ impl Engine {
     /// stays pending.
     ///
     /// # Errors
-    /// The device's; the sequence then begins at its first token.
+    /// All places for states are taken, or the device's; the sequence then begins at its first token.
     pub fn adopt(&mut self, sequence: &mut Sequence) -> Result<usize, EngineError> {
         assert!(sequence.pages.is_empty(), "a sequence without pages");
+        self.take_state(sequence)?;
         let Some((_, before)) = sequence.tokens().split_last() else { return Ok(0) };
         let mut pages = Vec::new();
-        let found = self.prefixes.adopt(before, self.is_recurrent(), &mut pages, &mut self.pool);
+        let found = self.prefixes.adopt(before, &mut pages, &mut self.pool);
         sequence.pages.extend(pages);
-        let restored = found.state.filter(|_| self.is_recurrent());
-        if let Some(Err(error)) = restored.map(|state| self.write_state(sequence, &state)) {
+        if let Err(error) = self.resume(sequence, &found) {
             self.release(sequence);
+            self.prefixes.forget_states(&mut self.pool);
             return Err(error);
         }
         sequence.advance(found.n_tokens);
         Ok(found.n_tokens)
     }
 
+    /// Copies the state that was found.
+    fn resume(&self, sequence: &Sequence, found: &Found) -> Result<(), EngineError> {
+        if let Some(place) = found.state {
+            self.take_up(sequence, place)?;
+        }
+        found.moved_to.map_or(Ok(()), |slot| self.copy_to_slot(sequence, slot))
+    }
+
     /// Keeps what is computed of a running sequence for others that begin alike, as long as nobody needs the room: full pages,
     /// and of a recurrent model's sequence only where its last page is full.
     ///
     /// # Errors
-    /// The device's; then nothing is kept.
+    /// The device's; then no state is kept any more.
     pub fn keep(&mut self, sequence: &Sequence) -> Result<(), EngineError> {
         let is_full = sequence.n_computed().is_multiple_of(PAGE_TOKENS);
         if self.is_recurrent() && !is_full { Ok(()) } else { self.keep_pages(sequence, false) }
@@ -49,7 +58,7 @@ impl Engine {
     /// The same for a sequence that ends: all of it is kept, and it gives its pages and its state back.
     ///
     /// # Errors
-    /// The device's; then nothing is kept.
+    /// The device's; then no state is kept any more.
     pub fn end(&mut self, sequence: &mut Sequence) -> Result<(), EngineError> {
         let kept = self.keep_pages(sequence, true);
         self.release(sequence);
@@ -58,9 +67,12 @@ impl Engine {
 
     fn keep_pages(&mut self, sequence: &Sequence, with_tail: bool) -> Result<(), EngineError> {
         let computed = &sequence.tokens()[..sequence.n_computed()];
-        let state = if self.is_recurrent() { self.read_state(sequence)?.map(Into::into) } else { None };
-        self.prefixes.keep(computed, &sequence.pages, with_tail, state, &mut self.pool);
-        Ok(())
+        let stow = self.prefixes.keep(computed, &sequence.pages, with_tail, &mut self.pool);
+        let stowed = stow.map_or(Ok(()), |stow| self.stow(sequence, &stow));
+        if stowed.is_err() {
+            self.prefixes.forget_states(&mut self.pool);
+        }
+        stowed
     }
 
     /// Bytes of a page of the key-value cache, of all layers together.

@@ -15,7 +15,9 @@ use super::{
     prefill::OpenChunk,
     prefix::PrefixCache,
     programs::{self, Kind, Programs, output},
+    snapshots::Snapshots,
     state::StatePool,
+    state_places::StatePlaces,
 };
 use crate::{
     models::{LoadedExperts, Model},
@@ -38,6 +40,7 @@ pub struct Engine {
     pub(super) pool: BlockPool,
     pub(super) prefixes: PrefixCache,
     pub(super) states: StatePool,
+    pub(super) snapshots: Snapshots,
     pub(super) limits: Limits,
     pub(super) programs: Programs,
     /// Prefill steps by bucket, where experts are streamed.
@@ -108,9 +111,19 @@ impl Engine {
         batch.reads_in_place = plan == ExpertPlan::InPlace;
         let decode_batch =
             if elastic.is_some() { batch.beside(&*backend, model.sizes())? } else { batch.clone() };
+        let state_bytes = model.sizes().recurrent.map(|recurrent| recurrent.state_bytes());
+        let (places, snapshots) = match state_bytes {
+            None => (None, Snapshots::default()),
+            Some(bytes) => {
+                let n_slots = limits.n_state_slots;
+                let snapshots = Snapshots::new(&*backend, bytes, n_slots, limits.decodes_apart)?;
+                (Some(StatePlaces::new(n_slots, options.state_cache / bytes)), snapshots)
+            }
+        };
         let mut engine = Engine {
             pool: BlockPool::new(limits.n_pages),
-            prefixes: PrefixCache::new(options.state_cache),
+            prefixes: PrefixCache::new(places),
+            snapshots,
             decode_batch,
             open: None,
             states: StatePool::new(limits.n_states),

@@ -27,6 +27,13 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
 }
 
+impl TensorSpec {
+    /// Bytes of its elements.
+    pub fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
+    }
+}
+
 /// Writes the little-endian, row-major bytes of the tensor of that name, all of them and no more.
 pub type Producer<'a> = &'a mut dyn FnMut(&str, &mut dyn Write) -> io::Result<()>;
 

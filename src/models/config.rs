@@ -180,10 +180,11 @@ impl<'a> ConfigFile<'a> {
                 }
             }
             "modelopt" | "modelopt_fp4" if quantisation.has("quant_algo") => {
-                one_of("quant_algo", &["NVFP4", "FP8"])?;
+                one_of("quant_algo", &["NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION"])?;
             }
             "compressed-tensors" => {
-                one_of("format", &["nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"])?;
+                let packed = ["nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"];
+                one_of("format", &[&packed[..], &["mixed-precision"]].concat())?;
             }
             _ => {}
         }
@@ -220,7 +221,9 @@ mod tests {
             serde_json::json!({ "quant_method": "fp8" }),
             serde_json::json!({ "quant_method": "fp8", "weight_block_size": [128, 128] }),
             serde_json::json!({ "quant_method": "modelopt", "quant_algo": "NVFP4" }),
+            serde_json::json!({ "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION" }),
             serde_json::json!({ "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized" }),
+            serde_json::json!({ "quant_method": "compressed-tensors", "format": "mixed-precision" }),
             serde_json::json!({ "quant_method": "mxfp4" }),
         ] {
             check(known).unwrap();

@@ -6,7 +6,8 @@ use std::{cell::RefCell, sync::Arc};
 use freetoken_backend::{Backend, ExpertRecord, Experts, Format, HostBytes, os};
 
 use super::{
-    ConfigFile, LoadedExperts, ModelError, MoeSizes, Sizes, TensorError, WeightSource, Weights, load,
+    ConfigFile, LoadedExperts, ModelError, MoeSizes, Sizes, TensorError, Ungrouped, WeightSource, Weights,
+    layout, load,
 };
 use crate::formats::{
     Dtype, FormatError,
@@ -69,6 +70,15 @@ impl Inventory {
         Ok(Inventory { tensors: zeros.tensors.into_inner(), sizes, expert_format })
     }
 
+    /// The same model, of BF16 tensors, as published checkpoints of a format have it.
+    ///
+    /// # Errors
+    /// [`Ungrouped`].
+    pub fn stored_as(self, format: Format) -> Result<Self, Ungrouped> {
+        let tensors = layout::stored_as(&self.tensors, format)?;
+        Ok(Inventory { tensors, expert_format: self.expert_format.map(|_| format), ..self })
+    }
+
     /// Weights of the model, each counted once.
     pub fn n_params(&self) -> u64 {
         self.tensors.iter().map(n_weights).sum()
@@ -123,12 +133,8 @@ impl Inventory {
     }
 }
 
-fn n_elements(tensor: &TensorSpec) -> u64 {
-    tensor.shape.iter().map(|&n| n as u64).product()
-}
-
 fn bytes(tensor: &TensorSpec) -> u64 {
-    n_elements(tensor) * tensor.dtype.bitsize() as u64 / 8
+    tensor.bytes() as u64
 }
 
 /// The layer in a name such as `model.layers.3.mlp.gate.weight`.

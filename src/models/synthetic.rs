@@ -26,7 +26,7 @@ use crate::formats::{Dtype, FormatError, quantised::n_weights, write::TensorSpec
 
 /// Standard deviation of the embedding.
 const EMBED_DEVIATION: f32 = 0.5;
-/// Of matrices that read the residual stream.
+/// Of matrices that read the residual stream, and of the head.
 const DEVIATION: f32 = 0.02;
 /// Of matrices that write to it.
 const RESIDUAL_DEVIATION: f32 = 4e-4;
@@ -37,12 +37,19 @@ const EXPERT_DOWN_DEVIATION: f32 = 1e-3;
 const BIAS_INPUT: f32 = 4.0 * EMBED_DEVIATION;
 /// No expert is chosen by a larger share of the tokens: its bias would have no bound.
 const MAX_SHARE: f64 = 0.98;
-/// Elements that one call of a thread makes; a multiple of a random word's.
-const PIECE: usize = 1 << 19;
+/// Bytes that one call of a thread makes; a multiple of a random word's.
+const PIECE: usize = 1 << 20;
+/// How the name of the embedding ends.
+const EMBEDDING: &str = "embed_tokens.weight";
 /// Elements that a random word gives.
 const BLOCK: usize = 4;
 /// What the counter of the generator advances by: SplitMix64's odd number near 2^64 divided by the golden ratio.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+/// Standard deviation of random codes: of e2m1, and of e4m3 without the upper half of its exponents.
+const E2M1_DEVIATION: f32 = 2.926;
+const E4M3_DEVIATION: f32 = 0.598;
+/// The bit of an e4m3 that the codes leave out: of the largest exponents two codes are no number.
+const E4M3_LARGE: u8 = 0x40;
 /// Tensors in memory start at a multiple of this many bytes.
 const TENSOR_ALIGN: usize = 64;
 
@@ -140,23 +147,12 @@ impl Synthetic {
             let is_zero = name.ends_with("bias") || is_less_one(name);
             return out.fill(if is_zero { bf16::ZERO } else { bf16::ONE });
         }
-        let (is_embedding, is_down) = (name.ends_with("embed_tokens.weight"), name.contains(".down_proj"));
-        let writes_residual =
-            is_down || ["o_proj.weight", "out_proj.weight"].iter().any(|end| name.ends_with(end));
-        let deviation = if is_embedding {
-            EMBED_DEVIATION
-        } else if is_down && name.contains(".experts.") {
-            EXPERT_DOWN_DEVIATION
-        } else if writes_residual {
-            RESIDUAL_DEVIATION
-        } else {
-            DEVIATION
-        };
+        let deviation = deviation(name);
         uniform(self.key(name).wrapping_add(((start / BLOCK) as u64).wrapping_mul(STEP)), deviation, out);
         if self.biases.is_empty() {
             return;
         }
-        if is_embedding {
+        if name.ends_with(EMBEDDING) {
             set_column_0(tensor, start, out, |_| BIAS_INPUT);
         } else if name.ends_with("mlp.gate.weight") {
             let ranks = self.ranks(name);
@@ -180,28 +176,38 @@ impl Synthetic {
         mix(name.bytes().fold(0xcbf2_9ce4_8422_2325, fnv) ^ mix(self.seed))
     }
 
-    /// A tensor of a quantised weight: codes that belong to seed and name, scales that are all alike.
-    fn fill_quantised(&self, tensor: &TensorSpec, out: &mut [u8]) {
+    /// A part of a tensor of a quantised weight, from byte `start` on, a multiple of 8: codes that belong to seed and name, and scales,
+    /// all alike, that give the weights the deviation of their kind.
+    fn fill_quantised(&self, tensor: &TensorSpec, start: usize, out: &mut [u8]) {
         let is_scale = n_weights(tensor) == 0;
         match tensor.dtype {
-            Dtype::F32 => out.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&DEVIATION.to_le_bytes())),
-            // 1 as an e4m3, 1/64 as a power of two.
+            Dtype::F32 => {
+                // That of nvfp4 has groups with scales of their own below it, which are ones.
+                let is_nvfp4 = tensor.name.ends_with(".weight_scale_2");
+                let codes = if is_nvfp4 { E2M1_DEVIATION } else { E4M3_DEVIATION };
+                let scale = deviation(&tensor.name) / codes;
+                out.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&scale.to_le_bytes()));
+            }
+            // 1 as an e4m3.
             Dtype::F8_E4M3 if is_scale => out.fill(0x38),
-            Dtype::U8 if is_scale => out.fill(127 - 6),
+            Dtype::U8 if is_scale => {
+                // The nearest power of two.
+                out.fill((127.0 + (deviation(&tensor.name) / E2M1_DEVIATION).log2().round()) as u8);
+            }
             dtype => {
-                // The largest exponents of e4m3 are left out: two of their codes are no number.
-                let mask = if dtype == Dtype::F8_E4M3 { 0xbf } else { 0xff };
-                let key = self.key(&tensor.name);
+                let mask = if dtype == Dtype::F8_E4M3 { !E4M3_LARGE } else { 0xff };
+                let counter = self.key(&tensor.name).wrapping_add(((start / 8) as u64).wrapping_mul(STEP));
                 for (i, out) in out.chunks_mut(8).enumerate() {
-                    let word = mix(key.wrapping_add((i as u64).wrapping_mul(STEP))).to_le_bytes();
+                    let word = mix(counter.wrapping_add((i as u64).wrapping_mul(STEP))).to_le_bytes();
                     out.iter_mut().zip(word).for_each(|(out, byte)| *out = byte & mask);
                 }
             }
         }
     }
 
-    /// Makes `out.len()` elements of a tensor from element `start` on, a multiple of 4, with all cores.
-    pub fn fill_parallel(&self, tensor: &TensorSpec, start: usize, out: &mut [bf16]) {
+    /// Makes a part of a tensor, from byte `start` on, a multiple of 8, with all cores. Asserts that the part of a BF16 tensor lies as its
+    /// elements must.
+    pub fn fill_parallel(&self, tensor: &TensorSpec, start: usize, out: &mut [u8]) {
         self.fill_pieces(pieces(tensor, start, out), &mut |_| ());
     }
 
@@ -211,8 +217,11 @@ impl Synthetic {
         let fill_next = || {
             let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
             piece.map(|Piece { tensor, start, out }| {
-                self.fill(tensor, start, out);
-                filled.fetch_add(size_of_val(out) as u64, Ordering::Relaxed);
+                match tensor.dtype {
+                    Dtype::BF16 => self.fill(tensor, start / size_of::<bf16>(), bytemuck::cast_slice_mut(out)),
+                    _ => self.fill_quantised(tensor, start, out),
+                }
+                filled.fetch_add(out.len() as u64, Ordering::Relaxed);
             })
         };
         thread::scope(|scope| {
@@ -224,6 +233,21 @@ impl Synthetic {
             }
         });
         progress(filled.into_inner());
+    }
+}
+
+/// Standard deviation of a matrix, by the name of any tensor of it.
+fn deviation(name: &str) -> f32 {
+    let (is_embedding, is_down) = (name.ends_with(EMBEDDING), name.contains(".down_proj"));
+    let writes_residual = is_down || [".o_proj.", ".out_proj."].iter().any(|module| name.contains(module));
+    if is_embedding {
+        EMBED_DEVIATION
+    } else if is_down && name.contains(".experts.") {
+        EXPERT_DOWN_DEVIATION
+    } else if writes_residual {
+        RESIDUAL_DEVIATION
+    } else {
+        DEVIATION
     }
 }
 
@@ -261,14 +285,14 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Elements of a tensor that one thread makes.
+/// Bytes of a tensor that one thread makes.
 struct Piece<'a> {
     tensor: &'a TensorSpec,
     start: usize,
-    out: &'a mut [bf16],
+    out: &'a mut [u8],
 }
 
-fn pieces<'a>(tensor: &'a TensorSpec, start: usize, out: &'a mut [bf16]) -> impl Iterator<Item = Piece<'a>> {
+fn pieces<'a>(tensor: &'a TensorSpec, start: usize, out: &'a mut [u8]) -> impl Iterator<Item = Piece<'a>> {
     let starts = (start..).step_by(PIECE);
     starts.zip(out.chunks_mut(PIECE)).map(move |(start, out)| Piece { tensor, start, out })
 }
@@ -281,10 +305,6 @@ fn set_column_0(tensor: &TensorSpec, start: usize, out: &mut [bf16], value: impl
     }
 }
 
-fn n_bytes(tensor: &TensorSpec) -> usize {
-    tensor.shape.iter().product::<usize>() * tensor.dtype.bitsize() / 8
-}
-
 /// A made-up checkpoint in memory.
 pub struct SyntheticCheckpoint {
     memory: HostBytes,
@@ -293,7 +313,7 @@ pub struct SyntheticCheckpoint {
 }
 
 impl SyntheticCheckpoint {
-    /// Makes BF16 tensors with all cores, and tensors of quantised weights; `progress` hears the bytes.
+    /// Makes tensors in BF16, and those of quantised weights, with all cores; `progress` hears the bytes.
     ///
     /// # Errors
     /// The system's refusal of so much memory.
@@ -305,23 +325,17 @@ impl SyntheticCheckpoint {
         let mut places = HashMap::new();
         let mut end = 0;
         for tensor in tensors {
-            let bytes = n_bytes(tensor);
+            let bytes = tensor.bytes();
             places.insert(tensor.name.clone(), (tensor.dtype, tensor.shape.clone(), end..end + bytes));
             end = (end + bytes).next_multiple_of(TENSOR_ALIGN);
         }
         let mut memory = os::anonymous(end.max(1))?;
-        let mut rest: &mut [bf16] = bytemuck::cast_slice_mut(&mut memory.as_mut()[..end]);
+        let mut rest = &mut memory.as_mut()[..end];
         let mut outs = Vec::new();
         for tensor in tensors {
-            let bytes = n_bytes(tensor);
-            let aligned = bytes.next_multiple_of(TENSOR_ALIGN) / size_of::<bf16>();
-            let out = rest.split_off_mut(..aligned).expect("the memory holds all tensors");
-            if tensor.dtype == Dtype::BF16 {
-                outs.push((tensor, &mut out[..bytes / size_of::<bf16>()]));
-            } else {
-                synthetic.fill_quantised(tensor, &mut bytemuck::cast_slice_mut(out)[..bytes]);
-                progress(bytes as u64);
-            }
+            let bytes = tensor.bytes();
+            let out = rest.split_off_mut(..bytes.next_multiple_of(TENSOR_ALIGN));
+            outs.push((tensor, &mut out.expect("the memory holds all tensors")[..bytes]));
         }
         synthetic.fill_pieces(outs.into_iter().flat_map(|(tensor, out)| pieces(tensor, 0, out)), progress);
         Ok(SyntheticCheckpoint { memory: HostBytes::new(Arc::new(memory)), tensors: places })

@@ -55,7 +55,7 @@ pub struct ExpertCache {
 }
 
 impl Policy {
-    /// The engine's: the best of those tried on recorded and on made-up traces together (`freetoken bench --cache-trace`).
+    /// The engine's: the best of those tried on recorded and on made-up traces together (`freetoken bench cache`).
     pub const DEFAULT: Policy = Policy::Lfu { half_life: 32.0 };
 
     /// The worth after a use. That of [`Policy::Lfu`] is the logarithm of the sum of `2^t` over its uses at time `t` (in

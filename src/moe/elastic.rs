@@ -205,7 +205,12 @@ impl Elastic {
     /// Whether every miss of so many rows has somewhere to go, however they are routed.
     pub fn serves(&self, n_rows: usize) -> bool {
         let needed = (n_rows * self.top_k).min(self.pool.n_experts);
-        self.planner.options().choices.read_in_place || self.has_host() || needed <= self.n_slots()
+        self.reads_in_place() || self.has_host() || needed <= self.n_slots()
+    }
+
+    /// Whether a step may read its misses in place, with nobody asked.
+    pub fn reads_in_place(&self) -> bool {
+        self.planner.options().choices.read_in_place
     }
 
     /// Whether the host computes experts too.
@@ -248,8 +253,13 @@ impl Elastic {
 
     /// Sums since the start.
     pub fn counters(&self) -> ElasticCounters {
-        let (decode, prompts) = (*self.planner.counters(), *self.planner.prompt_counters());
+        let (decode, prompts) = (self.planner.counters(), *self.planner.prompt_counters());
         ElasticCounters { decode, prompts, ..self.counters }
+    }
+
+    /// Of decode steps since the start, by layer.
+    pub fn layer_counters(&self) -> &[Counters] {
+        self.planner.layer_counters()
     }
 
     /// The program of the next decode step.

@@ -200,8 +200,9 @@ pub struct Planner {
     cache: ExpertCache,
     options: PlannerOptions,
     observed: Observed,
-    counters: Counters,
-    /// The same of prompts.
+    /// Of decode steps, by layer.
+    layers: Vec<Counters>,
+    /// Of prompts.
     prompts: Counters,
     /// Whether the current step decodes.
     decodes: bool,
@@ -232,7 +233,7 @@ impl Planner {
             cache: ExpertCache::new(n_layers, n_experts, n_slots, policy),
             options,
             observed: Observed::default(),
-            counters: Counters::default(),
+            layers: vec![Counters::default(); n_layers],
             prompts: Counters::default(),
             decodes: true,
             means: None,
@@ -270,11 +271,16 @@ impl Planner {
     }
 
     /// Sums of decode steps since the planner was made.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
+    pub fn counters(&self) -> Counters {
+        self.layers.iter().fold(Counters::default(), |sum, layer| sum.plus(layer))
     }
 
-    /// The same of prompts.
+    /// The same of each layer.
+    pub fn layer_counters(&self) -> &[Counters] {
+        &self.layers
+    }
+
+    /// Sums of prompts.
     pub fn prompt_counters(&self) -> &Counters {
         &self.prompts
     }
@@ -336,7 +342,7 @@ impl Planner {
         let (n_fetched, n_in_place, n_host) = (fetched.len(), in_place.len(), host.len());
         self.cache.release();
         let planned = Planned { n_hits, n_fetched, n_in_place, n_host, split };
-        self.count(&planned, split.seconds - hits_seconds - rates.combine_seconds);
+        self.count(layer, &planned, split.seconds - hits_seconds - rates.combine_seconds);
         Ok(planned)
     }
 
@@ -365,8 +371,8 @@ impl Planner {
         let seconds = rates.hits_seconds(expert, n_hits as f64) + link_seconds + rates.combine_seconds;
         let split = Split { n_link: n_in_place, link_seconds, host_seconds: 0.0, seconds };
         let planned = Planned { n_hits, n_fetched: 0, n_in_place, n_host: 0, split };
-        self.count(&planned, link_seconds);
-        self.counters.behind += n_fetched as u64;
+        self.count(layer, &planned, link_seconds);
+        self.layers[layer as usize].behind += n_fetched as u64;
         Ok(planned)
     }
 
@@ -447,8 +453,8 @@ impl Planner {
     }
 
     /// Adds what was planned to the sums and means.
-    fn count(&mut self, planned: &Planned, exposed_seconds: f64) {
-        let counters = if self.decodes { &mut self.counters } else { &mut self.prompts };
+    fn count(&mut self, layer: u32, planned: &Planned, exposed_seconds: f64) {
+        let counters = if self.decodes { &mut self.layers[layer as usize] } else { &mut self.prompts };
         counters.points += 1;
         counters.hits += planned.n_hits as u64;
         counters.fetched += planned.n_fetched as u64;
@@ -607,9 +613,13 @@ mod tests {
         let mut planner = Planner::new(options(Mode::Share(0.5), ALL, 2)).unwrap();
         planned(&mut planner, 0, &[0, 1, 2, 3]).unwrap();
         let (last, _) = planned(&mut planner, 0, &[0, 1, 2, 3]).unwrap();
-        let counters = *planner.counters();
+        let counters = planner.counters();
         assert_eq!((counters.points, counters.hits, counters.fetched), (2, 2, 2));
         assert_eq!((counters.in_place, counters.host), (1, 3));
+        planned(&mut planner, 1, &[0]).unwrap();
+        let [first, second] = planner.layer_counters() else { panic!("there are two layers") };
+        assert_eq!((*first, second.points, second.hits + second.misses()), (counters, 1, 1));
+        assert_eq!(planner.counters(), first.plus(second));
         assert!(counters.exposed_seconds > 0.0 && counters.hidden_seconds > 0.0);
         assert!(counters.exposed_seconds < 3.0 * last.split.seconds);
     }

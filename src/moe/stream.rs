@@ -178,27 +178,21 @@ impl ExpertStream {
         }
         assert!(self.arrivals.iter().all(|arrival| arrival.layer == layer), "arrivals of another step");
         self.list_misses(layer, cache);
-        if streamed.n_hits > 0 {
-            self.compute(mlp)?;
+        // Each wave costs a pass over all routes: what came while the layer's attention ran goes with the hits.
+        let n_landed = self.n_landed()?;
+        if streamed.n_hits > 0 || n_landed > 0 {
+            self.compute(n_landed, mlp)?;
+            streamed.n_fetched += n_landed as u64;
         }
         loop {
             self.send(layer, next_layer.filter(|_| is_dense), cache)?;
             let wave = self.read_by.len().div_ceil(WAVES);
             let n = self.arrivals.iter().take(wave).take_while(|arrival| arrival.layer == layer).count();
-            let Some(last) = n.checked_sub(1) else { break };
+            if n == 0 {
+                break;
+            }
             self.table.fill(-1);
-            for arrival in self.arrivals.iter().take(n) {
-                self.table[arrival.expert as usize] = arrival.slot as i32;
-            }
-            self.backend.after(Lane::Compute, self.arrivals[last].landed)?;
-            self.compute(mlp)?;
-            let read = self.backend.event(Lane::Compute)?;
-            for arrival in self.arrivals.drain(..n) {
-                if let Some(place) = (arrival.slot as usize).checked_sub(self.first_slot) {
-                    self.read_by[place] = Some(read);
-                    self.free.push_back(arrival.slot);
-                }
-            }
+            self.compute(n, mlp)?;
             streamed.n_fetched += n as u64;
         }
         cache.release();
@@ -207,10 +201,34 @@ impl ExpertStream {
         Ok(streamed)
     }
 
-    /// Computes the experts in `table`.
-    fn compute(&self, mlp: &mut dyn Program) -> Result<()> {
+    /// Records in front that are there already.
+    fn n_landed(&self) -> Result<usize> {
+        for (n, arrival) in self.arrivals.iter().enumerate() {
+            if !self.backend.reached(arrival.landed)? {
+                return Ok(n);
+            }
+        }
+        Ok(self.arrivals.len())
+    }
+
+    /// Computes the experts in `table` and the first `n` that arrive, once they are there. Their slots of the ring are free then.
+    fn compute(&mut self, n: usize, mlp: &mut dyn Program) -> Result<()> {
+        for arrival in self.arrivals.iter().take(n) {
+            self.table[arrival.expert as usize] = arrival.slot as i32;
+        }
+        if let Some(last) = n.checked_sub(1) {
+            self.backend.after(Lane::Compute, self.arrivals[last].landed)?;
+        }
         self.backend.write(&self.wave.table, bytemuck::cast_slice(&self.table))?;
-        mlp.submit()
+        mlp.submit()?;
+        let read = self.backend.event(Lane::Compute)?;
+        for arrival in self.arrivals.drain(..n) {
+            if let Some(place) = (arrival.slot as usize).checked_sub(self.first_slot) {
+                self.read_by[place] = Some(read);
+                self.free.push_back(arrival.slot);
+            }
+        }
+        Ok(())
     }
 
     /// Drops what came for the layer and no row needs. Its slots take the next records: one lane, one order.

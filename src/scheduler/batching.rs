@@ -18,12 +18,15 @@ use freetoken_backend::PAGE_TOKENS;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::{
-    Cache, Ended, Event, Events, Experts, Refusal, Request, Service, Stats, Stop, Token, Usage,
-    row_draw::RowDraw,
+    Cache, Ended, Event, Events, Experts, Refusal, Request, Routed, Service, States, Stats, Stop, Token,
+    Usage, row_draw::RowDraw,
 };
-use crate::engine::{
-    Division, Engine, EngineError, Sequence,
-    sampling::{SamplingParams, TokenCounts},
+use crate::{
+    engine::{
+        Division, Engine, EngineError, Sequence,
+        sampling::{SamplingParams, TokenCounts},
+    },
+    moe::{Counters, Elastic},
 };
 
 /// Seconds of a piece of a prompt while others decode.
@@ -456,18 +459,28 @@ impl Worker {
                 n_slots: elastic.n_slots(),
                 n_experts: elastic.n_experts(),
                 record_bytes: elastic.record_bytes() as u64,
-                hits: counters.decode.hits,
-                fetched: counters.decode.fetched,
-                in_place: counters.decode.in_place,
-                on_host: counters.decode.host,
+                routed: routed(&counters.decode),
                 streamed: counters.prefill.n_fetched,
             }
+        });
+        let states = engine.kept_states().map(|kept| States {
+            n_slots: kept.n_slots,
+            n_in_slots: kept.n_in_slots,
+            n_host: kept.n_host,
+            n_in_host: kept.n_in_host,
+            state_bytes: kept.state_bytes as u64,
+            slot_hits: kept.counters.slot_hits,
+            host_hits: kept.counters.host_hits,
+            spilled: kept.counters.spilled,
+            dropped: kept.counters.dropped,
         });
         Cache {
             kv_tokens: pages.total * PAGE_TOKENS,
             kv_tokens_running: pages.running * PAGE_TOKENS,
             kv_tokens_kept: pages.kept * PAGE_TOKENS,
             kv_token_bytes: engine.page_bytes() / PAGE_TOKENS as u64,
+            state_bytes: engine.state_device_bytes(),
+            states,
             experts,
         }
     }
@@ -479,13 +492,23 @@ impl Worker {
         let n_unread = stats.n_waiting + stats.n_running + stats.n_ended as usize;
         let n_known = self.waiting.len() + self.running.len() + self.sums.n_ended as usize;
         let n_unread = n_unread.saturating_sub(n_known);
+        // The same memory every time: this is behind every step.
+        let mut layers = std::mem::take(&mut stats.layers);
+        layers.clear();
+        layers.extend(self.engine.elastic().into_iter().flat_map(Elastic::layer_counters).map(routed));
         *stats = Stats {
             n_running: self.running.len(),
             n_waiting: self.waiting.len() + n_unread,
             cache,
+            layers,
             ..self.sums.clone()
         };
     }
+}
+
+fn routed(counters: &Counters) -> Routed {
+    let Counters { hits, fetched, in_place, host, .. } = *counters;
+    Routed { hits, fetched, in_place, on_host: host }
 }
 
 /// Tokens of a piece of a prompt that takes about [`PIECE_SECONDS`].

@@ -6,6 +6,6 @@ mod row_draw;
 
 pub use batching::{Scheduler, SchedulerOptions};
 pub use request::{
-    Cache, Constraint, Ended, Event, Events, Experts, Logprob, Refusal, Request, Service, Stats, Stop, Token,
-    Usage,
+    Cache, Constraint, Ended, Event, Events, Experts, Logprob, Refusal, Request, Routed, Service, States,
+    Stats, Stop, Token, Usage,
 };

@@ -148,6 +148,8 @@ pub struct Stats {
     pub decoded_tokens: u64,
     /// What the memory holds.
     pub cache: Cache,
+    /// Of each MoE layer, where experts are behind a cache.
+    pub layers: Vec<Routed>,
     /// Seconds since it began.
     pub uptime_seconds: f64,
 }
@@ -163,8 +165,35 @@ pub struct Cache {
     pub kv_tokens_kept: usize,
     /// Bytes of a token.
     pub kv_token_bytes: u64,
+    /// Device memory for states of recurrent layers, of running requests and kept ones.
+    pub state_bytes: u64,
+    /// States that are kept for prompts to come, where a model has any.
+    pub states: Option<States>,
     /// Experts, where they are behind a cache.
     pub experts: Option<Experts>,
+}
+
+/// States that are kept for prompts to come: places now, and sums since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
+pub struct States {
+    /// Places on the device.
+    pub n_slots: usize,
+    /// Of those, taken.
+    pub n_in_slots: usize,
+    /// Most states in host memory.
+    pub n_host: usize,
+    /// States there.
+    pub n_in_host: usize,
+    /// Bytes of one.
+    pub state_bytes: u64,
+    /// Requests that went on from one on the device.
+    pub slot_hits: u64,
+    /// From one in host memory.
+    pub host_hits: u64,
+    /// That went from the device to host memory.
+    pub spilled: u64,
+    /// That left for the room of others.
+    pub dropped: u64,
 }
 
 /// Experts behind a cache: places now, and sums since the start.
@@ -176,16 +205,24 @@ pub struct Experts {
     pub n_experts: usize,
     /// Bytes of one.
     pub record_bytes: u64,
-    /// Routed experts of decode steps that had a place.
-    pub hits: u64,
-    /// That were brought to one.
-    pub fetched: u64,
-    /// That the device read in host memory.
-    pub in_place: u64,
-    /// That the host computed.
-    pub on_host: u64,
-    /// That came over the link for prompts.
+    /// Of all layers.
+    #[serde(flatten)]
+    pub routed: Routed,
+    /// Experts that came over the link for prompts.
     pub streamed: u64,
+}
+
+/// Routed experts of decode steps since the start, by where they were.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Routed {
+    /// In a place on the device.
+    pub hits: u64,
+    /// Brought to one.
+    pub fetched: u64,
+    /// Read in host memory by the device.
+    pub in_place: u64,
+    /// Computed by the host.
+    pub on_host: u64,
 }
 
 /// Something that answers requests.

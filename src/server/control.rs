@@ -90,8 +90,8 @@ pub(super) async fn cache_status(State(server): State<Arc<Server>>) -> Result<Js
     Ok(Json(service(&server)?.stats().cache))
 }
 
-/// `POST /v1/cache/resize` with `expert_slots`, `kv_tokens` or both: divides the memory anew while requests run, and tells what it
-/// holds then.
+/// `POST /v1/cache/resize` with `expert_slots`, `kv_tokens`, `state_slots` or `state_cache_bytes`: divides the memory anew while requests
+/// run, and tells what it holds then.
 ///
 /// # Errors
 /// While the model loads, and with what would fit where that does not.
@@ -104,15 +104,29 @@ pub(super) async fn cache_resize(
         let wanted = fields.take::<u64>(name)?;
         Ok(wanted.map(|n| usize::try_from(n).unwrap_or(usize::MAX).min(MOST_PLACES)))
     };
-    let division = Division { expert_slots: count("expert_slots")?, kv_tokens: count("kv_tokens")? };
+    let division = Division {
+        expert_slots: count("expert_slots")?,
+        kv_tokens: count("kv_tokens")?,
+        state_slots: count("state_slots")?,
+        state_cache_bytes: fields
+            .take::<u64>("state_cache_bytes")?
+            .map(|n| usize::try_from(n).unwrap_or(usize::MAX)),
+    };
     fields.finish()?;
     if division == Division::default() {
-        let message = "nothing to divide: give expert_slots, kv_tokens or both";
+        let message = "nothing to divide: give expert_slots, kv_tokens, state_slots or state_cache_bytes";
         return Err(ApiError::new(Kind::Invalid, message));
     }
     if division.expert_slots.is_some() && service.stats().cache.experts.is_none() {
         let message = "all experts are on the device: there are no slots to divide";
         return Err(ApiError::field("expert_slots", message));
+    }
+    let of_states =
+        [("state_slots", division.state_slots), ("state_cache_bytes", division.state_cache_bytes)];
+    if let Some((name, _)) = of_states.into_iter().find(|(_, asked)| asked.is_some())
+        && service.stats().cache.states.is_none()
+    {
+        return Err(ApiError::field(name, "the model has no recurrent layers: there are no states to keep"));
     }
     let divide = move || service.divide(division).map_err(|why| ApiError::new(Kind::Invalid, why));
     Ok(Json(blocking(divide).await?))

@@ -145,11 +145,6 @@ impl Conversation {
                     "tool_choice names a function that is not among the tools",
                 ))
             }
-            _ if self.offered().is_some() && self.format != Format::Text => Err(ApiError::field(
-                "response_format",
-                "response_format cannot be promised where the model may call tools: leave one of them out, or set \
-                 tool_choice to \"none\"",
-            )),
             _ => Ok(()),
         }
     }

@@ -2,6 +2,7 @@
 //! thinking, behind which a grammar begins. The grammars' engine is llguidance; this file knows how dialects write a call.
 
 mod calls;
+mod channels;
 
 use std::sync::Arc;
 
@@ -78,8 +79,8 @@ fn words(tokenizer: &Tokenizer) -> Result<Vec<Vec<u8>>, TokenizerError> {
     (0..tokenizer.vocab_size() as u32).map(word).collect()
 }
 
-/// A [`Guide`] of which each choice of a request gets a copy.
-pub(super) struct GuidePlan(Guide);
+/// Makes a constraint for each choice of a request.
+pub(super) struct GuidePlan(Box<dyn Fn() -> Box<dyn Constraint> + Send>);
 
 /// The tags around thinking.
 #[derive(Clone)]
@@ -126,10 +127,13 @@ impl GuidePlan {
         if !wanted && asked.thinking.budget.is_none() {
             return Ok(None);
         }
+        let param = if asked.format == Format::Text { "tools" } else { "response_format" };
+        let writer = || Writer::of(dialect, model);
+        let grammars = model.grammars()?;
         let Some((begin, end)) = dialect.thinking() else {
-            let message = "this model answers in channels: neither the form of its answer nor a bound on its thinking can be \
-                           promised";
-            return Err(ApiError::new(Kind::Invalid, message));
+            let grammar = channels::grammar(asked, forced.as_deref(), prompt, model)?;
+            let matcher = grammars.matcher(&grammar, param)?;
+            return Ok(Some(Self::of(channels::Guide::new(grammars.factory.tok_env().clone(), matcher))));
         };
         let rendered = prompt.trim_end();
         let place = if rendered.ends_with(begin) {
@@ -140,28 +144,31 @@ impl GuidePlan {
             Place::Start
         };
         let lead = if place == Place::Content { "" } else { "/\\n{0,2}/ " };
-        let grammars = model.grammars()?;
         let content = match (&asked.format, &forced) {
-            (Format::Json(schema), _) => {
-                let grammar = format!("start: {lead}body\nbody: {}\n", json_rule(schema));
-                Some(grammars.matcher(&grammar, "response_format")?)
-            }
-            (Format::Text, Some(tools)) => {
-                let grammar = Writer::of(dialect, model)?.whole(lead, tools, asked.parallel);
-                Some(grammars.matcher(&grammar, "tools")?)
-            }
             (Format::Text, None) => None,
+            (Format::Json(schema), None) if tools.is_empty() => {
+                Some(format!("start: {lead}json\njson: {}\n", json_rule(schema)))
+            }
+            (format, forced) => {
+                let called = forced.clone().unwrap_or_else(|| tools.iter().collect());
+                let json = match format {
+                    Format::Json(schema) if forced.is_none() => Some(schema),
+                    _ => None,
+                };
+                Some(writer()?.whole(lead, &called, asked.parallel, json))
+            }
         };
+        let content = content.map(|grammar| grammars.matcher(&grammar, param)).transpose()?;
         let calls = match content {
             None if tools.iter().any(|tool| is_strict(&tool)) => {
                 let tools: Vec<&Value> = tools.iter().collect();
-                let (opener, grammar) = Writer::of(dialect, model)?.behind_opener(&tools)?;
+                let (opener, grammar) = writer()?.behind_opener(&tools)?;
                 Some((opener, grammars.matcher(&grammar, "tools")?))
             }
             _ => None,
         };
         let opener = model.tokenizer().token_to_id(begin);
-        Ok(Some(GuidePlan(Guide {
+        Ok(Some(Self::of(Guide {
             tokens: grammars.factory.tok_env().clone(),
             matcher: content,
             calls,
@@ -173,9 +180,13 @@ impl GuidePlan {
         })))
     }
 
+    fn of(guide: impl Constraint + Clone + 'static) -> Self {
+        GuidePlan(Box::new(move || Box::new(guide.clone())))
+    }
+
     /// A guide for one choice.
     pub(super) fn guide(&self) -> Box<dyn Constraint> {
-        Box::new(self.0.clone())
+        (self.0)()
     }
 }
 
@@ -187,7 +198,15 @@ fn json_rule(schema: &Value) -> String {
     format!("%json {schema}")
 }
 
-/// Holds one answer to its form.
+/// Allows what a grammar does.
+fn allow_next(matcher: &mut Matcher, tokens: &TokEnv, mask: &mut [u32]) {
+    // Where the grammar's engine fails, the answer ends.
+    let allowed = matcher.compute_mask_or_eos();
+    let allowed = allowed.unwrap_or_else(|_| tokens.tok_trie().eos_token_set());
+    mask.iter_mut().zip(allowed.as_slice()).for_each(|(word, allowed)| *word |= allowed);
+}
+
+/// Holds one answer of a model that writes tags to its form.
 #[derive(Clone)]
 struct Guide {
     tokens: TokEnv,
@@ -242,12 +261,7 @@ impl Constraint for Guide {
         }
         match &mut self.matcher {
             None => self.allow_all(mask, true),
-            Some(matcher) => {
-                // Where the grammar's engine fails, the answer ends.
-                let allowed = matcher.compute_mask_or_eos();
-                let allowed = allowed.unwrap_or_else(|_| self.tokens.tok_trie().eos_token_set());
-                mask.iter_mut().zip(allowed.as_slice()).for_each(|(word, allowed)| *word |= allowed);
-            }
+            Some(matcher) => allow_next(matcher, &self.tokens, mask),
         }
     }
 

@@ -49,17 +49,31 @@ pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
         for (name, help, value) in gauges {
             page.one(name, "gauge", help, value);
         }
+        if let Some(states) = stats.cache.states {
+            page.one("state_slots", "gauge", "Places of kept states on the device.", states.n_slots);
+            page.head("states_kept", "gauge", "States kept for prompts to come, by where they are.");
+            page.sample("states_kept", "{place=\"slot\"}", states.n_in_slots);
+            page.sample("states_kept", "{place=\"host\"}", states.n_in_host);
+            page.head("state_hits_total", "counter", "Requests that went on from a state, by where it was.");
+            page.sample("state_hits_total", "{place=\"slot\"}", states.slot_hits);
+            page.sample("state_hits_total", "{place=\"host\"}", states.host_hits);
+            page.one("states_spilled_total", "counter", "States that went to host memory.", states.spilled);
+            page.one("states_dropped_total", "counter", "States that left for others.", states.dropped);
+        }
         if let Some(experts) = stats.cache.experts {
             page.one("expert_slots", "gauge", "Places of experts on the device.", experts.n_slots);
-            page.head("experts_total", "counter", "Routed experts of decode steps, by where they were.");
-            let places = [
-                ("hit", experts.hits),
-                ("fetched", experts.fetched),
-                ("in_place", experts.in_place),
-                ("host", experts.on_host),
-            ];
-            for (place, value) in places {
-                page.sample("experts_total", &format!("{{place=\"{place}\"}}"), value);
+            page.head("experts_total", "counter", "Routed experts of decode steps, by layer and place.");
+            for (layer, routed) in stats.layers.iter().enumerate() {
+                let places = [
+                    ("hit", routed.hits),
+                    ("fetched", routed.fetched),
+                    ("in_place", routed.in_place),
+                    ("host", routed.on_host),
+                ];
+                for (place, value) in places {
+                    let labels = format!("{{layer=\"{layer}\",place=\"{place}\"}}");
+                    page.sample("experts_total", &labels, value);
+                }
             }
         }
         page.one("uptime_seconds", "gauge", "Since the model was loaded.", stats.uptime_seconds);

@@ -109,10 +109,29 @@ async function dashboard() {
   const { cache } = reply.service;
   same(byId("kv-tokens").valueAsNumber, cache.kv_tokens, "the slider of the key-value cache");
   same(byId("expert-slots").closest(".experts").hidden, cache.experts === null, "experts");
+  same(all(".columns > div").length, reply.service.layers.length, "a column for each layer");
+  if (cache.experts) await experts(figure);
   fill("kv-tokens", byId("kv-tokens").max);
   await until(() => ["done", "refused"].includes(byId("division-state").dataset.state), "a division");
   const after = await (await fetch("/v1/stats")).json();
   await until(() => byId("kv-tokens").valueAsNumber === after.service.cache.kv_tokens, "the slider shows what is");
+}
+
+/** What is drawn of experts behind a cache. */
+async function experts(figure) {
+  holds(/^\d.* %$/.test(figure("hit-rate")), `hits: ${figure("hit-rate")}`);
+  holds(/^from [\d.]+ % hits in layer \d+ to [\d.]+ % hits in layer \d+, /.test(figure("layers")), `layers: ${figure("layers")}`);
+  for (const column of all(".columns > div")) {
+    holds(/^Layer \d+: .* hits, .* fetched, .* read in place, .* on the CPU$/.test(column.title), column.title);
+    const height = [...column.children].reduce((sum, piece) => sum + piece.offsetHeight, 0);
+    holds(Math.abs(height - column.offsetHeight) <= column.children.length, `a column is full: ${height} of ${column.offsetHeight}`);
+  }
+  const wanted = byId("expert-slots").valueAsNumber + 8;
+  fill("expert-slots", wanted);
+  await until(() => byId("division-state").dataset.state === "done", "more slots");
+  await until(() => byId("expert-slots-value").textContent.startsWith(`${wanted} of`), "the slider shows them");
+  same((await (await fetch("/v1/stats")).json()).service.cache.experts.n_slots, wanted, "slots");
+  byId("division-state").dataset.state = "idle";
 }
 
 run(async () => {

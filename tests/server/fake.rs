@@ -100,11 +100,28 @@ pub(super) struct SseEvent {
     pub(super) data: Value,
 }
 
-fn files(taught: &str) -> Arc<ModelFiles> {
+/// Tokens of a model that answers in channels.
+const CHANNELS: [&str; 7] =
+    ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"];
+
+/// A model whose template teaches a dialect by this word, with further special tokens.
+fn files(taught: &str, tokens: &[&str]) -> Arc<ModelFiles> {
     let dir = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"] {
         fs::copy(Path::new(GOLDEN).join(file), dir.path().join(file)).expect("the golden file is copied");
     }
+    let path = dir.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).expect("read")).expect("JSON");
+    let added = tokenizer["added_tokens"].as_array_mut().expect("a list");
+    for token in tokens {
+        let last = added.last().expect("there are some").clone();
+        let id = last["id"].as_u64().expect("an id") + 1;
+        added.push(
+            json!({ "id": id, "content": token, "special": true, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false }),
+        );
+    }
+    fs::write(path, tokenizer.to_string()).expect("written");
     let template = format!("{{# {taught} #}}{TEMPLATE}");
     let config = json!({ "chat_template": template, "eos_token": "<|im_end|>" });
     fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).expect("written");
@@ -118,7 +135,12 @@ pub(super) fn client_with(settings: Settings, scripts: impl IntoIterator<Item = 
 
 /// A server whose model's template teaches a dialect by this word.
 pub(super) fn client_of(taught: &str, scripts: impl IntoIterator<Item = Script>) -> Client {
-    Client::new(Settings::local("tiny"), files(taught)).serving(scripts)
+    Client::new(Settings::local("tiny"), files(taught, &[])).serving(scripts)
+}
+
+/// A server whose model answers in channels.
+pub(super) fn client_of_channels(scripts: impl IntoIterator<Item = Script>) -> Client {
+    Client::new(Settings::local("tiny"), files("<|channel|><|message|>", &CHANNELS)).serving(scripts)
 }
 
 /// The same with the settings of a server for this machine alone.
@@ -128,7 +150,7 @@ pub(super) fn client(scripts: impl IntoIterator<Item = Script>) -> Client {
 
 /// A server whose model is still loading.
 pub(super) fn loading_client(settings: Settings) -> Client {
-    Client::new(settings, files("<tool_call>"))
+    Client::new(settings, files("<tool_call>", &[]))
 }
 
 impl Client {

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use crate::{Buffer, Caps, HostBuffer, HostBytes, Op, Program, Result, Stage, View};
+use crate::{Buffer, Caps, HostBuffer, HostBytes, Op, Program, Result, Stage, View, ViewCopy};
 
 /// A queue of a device. Work in one lane runs in order; lanes meet through events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct Event {
 
 /// A device that runs ops in order.
 ///
-/// Ordering: `write`, `read`, `run` and replays belong to [`Lane::Compute`] and are seen in the order of the calls; a
+/// Ordering: `write`, `read`, `copy`, `run` and replays belong to [`Lane::Compute`] and are seen in the order of the calls; a
 /// `read` waits for what stands before it. Uploads in [`Lane::Copy`] are ordered with the rest by events alone.
 /// One thread at a time drives a backend; implementations may block a second one.
 pub trait Backend: Send + Sync {
@@ -52,11 +52,17 @@ pub trait Backend: Send + Sync {
     /// Queues a copy of `src[start..start + dst.bytes()]` to `dst` in a lane.
     fn upload(&self, lane: Lane, src: &Arc<HostBuffer>, start: usize, dst: &View) -> Result<Event>;
 
+    /// Queues copies within the device, in order. Nothing passes through the host, and the caller does not wait.
+    fn copy(&self, copies: &[ViewCopy]) -> Result<()>;
+
     /// A point behind everything queued in the lane so far.
     fn event(&self, lane: Lane) -> Result<Event>;
 
     /// Makes everything queued in `lane` from now on wait for the event.
     fn after(&self, lane: Lane, event: Event) -> Result<()>;
+
+    /// Whether the event is reached; asks without waiting.
+    fn reached(&self, event: Event) -> Result<bool>;
 
     /// Blocks the caller until the event is reached: a bounded time, then a typed error.
     fn wait(&self, event: Event) -> Result<()>;

@@ -24,7 +24,7 @@ pub use caps::{Caps, Precision};
 pub use error::{Error, Result};
 pub use experts::{ExpertPool, ExpertRecord, ExpertWeights, Experts, record};
 pub use format::{Format, e2m1, e4m3, e8m0};
-pub use memory::{Buffer, DeviceMemory, HostBuffer, HostBytes, HostMemory, View};
+pub use memory::{Buffer, DeviceMemory, HostBuffer, HostBytes, HostMemory, View, ViewCopy};
 pub use ops::*;
 pub use program::{
     LinkSample, NOWHERE, NoRoutePoints, ON_HOST, Program, RouteAsk, RoutePoint, RouteReply, RouteServer,

@@ -98,6 +98,26 @@ impl View {
     }
 }
 
+/// A copy of a view to another of its size. Both are whole 32-bit words of two buffers.
+#[derive(Debug, Clone)]
+pub struct ViewCopy {
+    /// What is read.
+    pub src: View,
+    /// What is written.
+    pub dst: View,
+}
+
+impl ViewCopy {
+    /// Asserts what every device can do: WebGPU copies whole words, and never within a buffer.
+    pub fn check(&self) {
+        let (src, dst) = (self.src.range(), self.dst.range());
+        assert_eq!(src.len(), dst.len(), "a copy has one size");
+        let edges = [src.start, src.end, dst.start, dst.end];
+        assert!(edges.iter().all(|edge| edge.is_multiple_of(4)), "{src:?} to {dst:?} are no whole words");
+        assert!(!self.src.buffer().same(self.dst.buffer()), "a copy within a buffer");
+    }
+}
+
 /// Read-only bytes in host memory that someone keeps alive: a mapped file, a static, a vector. Cheap to clone.
 #[derive(Clone)]
 pub struct HostBytes {

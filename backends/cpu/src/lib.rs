@@ -21,7 +21,7 @@ use std::{
 use fast::{Fast, Scratch};
 use freetoken_backend::{
     Backend, Buffer, Caps, Error, Event, Experts, Format, HostBuffer, HostBytes, Lane, Op, Precision,
-    Program, Result, Stage, View, os,
+    Program, Result, Stage, View, ViewCopy, os,
 };
 use isa::Isa;
 use pool::Pool;
@@ -166,6 +166,15 @@ impl Backend for Cpu {
         self.event(lane)
     }
 
+    fn copy(&self, copies: &[ViewCopy]) -> Result<()> {
+        let _turn = self.lock();
+        for copy in copies {
+            copy.check();
+            slice_mut::<u8>(&copy.dst).copy_from_slice(slice(&copy.src));
+        }
+        Ok(())
+    }
+
     /// Everything is done when its call returns, so every event is reached when it is made.
     fn event(&self, lane: Lane) -> Result<Event> {
         Ok(Event { lane, seq: 0 })
@@ -173,6 +182,10 @@ impl Backend for Cpu {
 
     fn after(&self, _lane: Lane, _event: Event) -> Result<()> {
         Ok(())
+    }
+
+    fn reached(&self, _event: Event) -> Result<bool> {
+        Ok(true)
     }
 
     fn wait(&self, _event: Event) -> Result<()> {

@@ -238,9 +238,11 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
     attend<E, D / 8, HEADS>(p, out, q, kv, block_table, sequences, positions, gates, gate_width, partial, counters); \
   }
 
+ATTENTION_DECODE(f32, F32, 32, 4)
 ATTENTION_DECODE(f32, F32, 64, 4)
 ATTENTION_DECODE(f32, F32, 128, 4)
 ATTENTION_DECODE(f32, F32, 256, 4)
+ATTENTION_DECODE(bf16, Bf16, 32, 4)
 ATTENTION_DECODE(bf16, Bf16, 64, 1)
 ATTENTION_DECODE(bf16, Bf16, 64, 4)
 ATTENTION_DECODE(bf16, Bf16, 64, 8)

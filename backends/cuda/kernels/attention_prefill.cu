@@ -7,14 +7,21 @@
 // see nothing meanwhile, so a tile of one sequence, the usual one, is one walk. The running maximum and sum of a row
 // live in the four lanes that share it; scores become bf16 weights in place, since what a product leaves is what the
 // next one takes. Queries stay in registers, those of wide heads in shared memory, for which the stages are shorter.
-// Part c of 16 bytes of row r lies at c ^ (r % 8), so that eight rows read at once lie in different banks. The result
+// Part c of 16 bytes of row r lies at c ^ (r % 8), so that eight rows read at once lie in different banks, or in narrow
+// heads two and two in the same. The result
 // passes through the memory of the stages into whole rows. Dynamic shared memory: 2 stages * 2 * TOKENS * head_dim * 2
-// bytes, and 64 * head_dim * 2 for queries. Bytes: q and out once, keys and values once for 64 rows, from L2. Bound by
+// bytes, and 64 * head_dim * 2 for queries; 64 * (head_dim + 8) * 4 at least, for the result. Bytes: q and out once, keys and values once for 64 rows, from L2. Bound by
 // the tensor cores.
 #include "attention.cuh"
 
 constexpr int ROWS = 64;
 constexpr int THREADS = 128;
+
+// Where a part of 16 bytes lies in its row.
+template <int D>
+__device__ __forceinline__ u32 swizzled(u32 part, u32 row) {
+  return part ^ (row % (D / 8 < 8 ? D / 8 : 8));
+}
 
 // Copies the keys or values of TOKENS tokens from `first` on; tokens from `end` on become zeros.
 template <int D, int TOKENS>
@@ -26,7 +33,7 @@ __device__ __forceinline__ void fetch(u16* stage, const u16* bank, const int* pa
     const bool live = token < end;
     const u16* from = bank;
     if (live) from += pages[token / PAGE_TOKENS] * page_size + token % PAGE_TOKENS * D + part * 8;
-    copy_async(stage + row * D + (part ^ (row % 8)) * 8, from, live);
+    copy_async(stage + row * D + swizzled<D>(part, row) * 8, from, live);
   }
 }
 
@@ -71,7 +78,7 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS) {
       const float2 v = *(const float2*)(q + ((i64)from * p.n_heads + head) * D + part * 8 + t * 2);
       const u32 pair = pack_bf16(v.x * p.scale * LOG2_E, v.y * p.scale * LOG2_E);
       if (SHARED_QUERY) {
-        *(u32*)(queries + (warp * 16 + i % 2 * 8 + g) * D + (part ^ g) * 8 + t * 2) = pair;
+        *(u32*)(queries + (warp * 16 + i % 2 * 8 + g) * D + swizzled<D>(part, g) * 8 + t * 2) = pair;
       } else {
         query[k][i] = pair;
       }
@@ -112,13 +119,13 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS) {
       for (int k = 0; k < K_STEPS; k++) {
         u32(&a)[4] = query[SHARED_QUERY ? 0 : k];
         if (SHARED_QUERY) {
-          load_matrices(a, queries + (warp * 16 + lane % 16) * D + ((k * 2 + lane / 16) ^ (lane % 8)) * 8);
+          load_matrices(a, queries + (warp * 16 + lane % 16) * D + swizzled<D>(k * 2 + lane / 16, lane) * 8);
         }
 #pragma unroll
         for (int n = 0; n < N_TILES; n += 2) {
           const u32 token = n * 8 + lane / 16 * 8 + lane % 8, part = k * 2 + lane / 8 % 2;
           u32 b[4];
-          load_matrices(b, key_stage + token * D + (part ^ (token % 8)) * 8);
+          load_matrices(b, key_stage + token * D + swizzled<D>(part, token) * 8);
           mma_bf16(scores[n], a, b[0], b[1]);
           mma_bf16(scores[n + 1], a, b[2], b[3]);
         }
@@ -164,7 +171,7 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS) {
         for (int d = 0; d < D_TILES; d += 2) {
           const u32 token = k * 16 + lane % 16, part = d + lane / 16;
           u32 b[4];
-          load_matrices_transposed(b, value_stage + token * D + (part ^ (token % 8)) * 8);
+          load_matrices_transposed(b, value_stage + token * D + swizzled<D>(part, token) * 8);
           mma_bf16(mixed[d], weights, b[0], b[1]);
           mma_bf16(mixed[d + 1], weights, b[2], b[3]);
         }
@@ -203,6 +210,7 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS) {
     attend<D, TOKENS, SHARED_QUERY>(p, out, q, kv, block_table, sequences, positions, gates, gate_width); \
   }
 
+ATTENTION_PREFILL(32, 32, false)
 ATTENTION_PREFILL(64, 64, false)
 ATTENTION_PREFILL(128, 64, false)
 ATTENTION_PREFILL(256, 32, true)

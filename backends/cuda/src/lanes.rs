@@ -73,6 +73,11 @@ impl Lanes {
         device.driver.after(&stream, self.queue(event.lane).at(event.seq))
     }
 
+    /// Whether the event is reached.
+    pub(crate) fn reached(&mut self, device: &Device, event: Event) -> Result<bool> {
+        device.driver.reached(self.queue(event.lane).at(event.seq))
+    }
+
     /// Blocks until the event is reached, a bounded time.
     pub(crate) fn wait(&mut self, device: &Device, event: Event) -> Result<()> {
         let awaited = self.queue(event.lane).at(event.seq);

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use freetoken_backend::{
     Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
-    View,
+    View, ViewCopy,
 };
 pub use probe::{Card, CardChoice, ProbeError, cards};
 pub use segment::Submission;
@@ -216,12 +216,25 @@ impl Backend for Cuda {
         state.lanes.event(self.device(), lane)
     }
 
+    fn copy(&self, copies: &[ViewCopy]) -> Result<()> {
+        let _turn = self.lock();
+        let Device { driver, compute, .. } = &**self.device();
+        copies.iter().try_for_each(|copy| {
+            copy.check();
+            driver.copy(compute, memory::span(&copy.dst), memory::span(&copy.src))
+        })
+    }
+
     fn event(&self, lane: Lane) -> Result<Event> {
         self.lock().lanes.event(self.device(), lane)
     }
 
     fn after(&self, lane: Lane, event: Event) -> Result<()> {
         self.lock().lanes.after(self.device(), lane, event)
+    }
+
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.lock().lanes.reached(self.device(), event)
     }
 
     fn wait(&self, event: Event) -> Result<()> {

@@ -11,7 +11,7 @@ use std::{
 
 use freetoken_backend::{
     Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
-    View, os,
+    View, ViewCopy, os,
 };
 use wgpu::{Device, DeviceDescriptor, Features, Limits, MemoryHints};
 
@@ -370,6 +370,19 @@ impl Backend for Wgpu {
         }
     }
 
+    fn copy(&self, copies: &[ViewCopy]) -> Result<()> {
+        let State { lanes, .. } = &mut *self.lock();
+        let mut commands = Commands::new(lanes, self.gpu());
+        for copy in copies.iter().filter(|copy| copy.src.bytes() > 0) {
+            copy.check();
+            let ViewCopy { src, dst } = copy;
+            let (from, to) = (src.range().start, dst.range().start);
+            commands.copy(buffer(src.buffer()), from, buffer(dst.buffer()), to, src.bytes());
+        }
+        commands.submit();
+        commands.lanes.check()
+    }
+
     fn event(&self, lane: Lane) -> Result<Event> {
         // Small writes wait inside of wgpu for the next submission: an empty one sends them.
         let seq = self.lock().lanes.submit(None);
@@ -379,6 +392,10 @@ impl Backend for Wgpu {
     /// Both lanes are one queue: everything queued from now on comes behind the event anyway.
     fn after(&self, _lane: Lane, _event: Event) -> Result<()> {
         Ok(())
+    }
+
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.lock().lanes.reached(event.seq)
     }
 
     fn wait(&self, event: Event) -> Result<()> {

@@ -111,16 +111,25 @@ impl Lanes {
 
     /// Waits for a submission.
     pub(crate) fn wait(&self, seq: u64) -> Result<()> {
+        if self.reached_within(seq, self.patience)? {
+            return Ok(());
+        }
+        let what = format!("no answer for {} seconds", self.patience.as_secs());
+        Err(Error::DeviceLost { what })
+    }
+
+    /// Whether a submission is done.
+    pub(crate) fn reached(&self, seq: u64) -> Result<bool> {
+        self.reached_within(seq, Duration::ZERO)
+    }
+
+    fn reached_within(&self, seq: u64, timeout: Duration) -> Result<bool> {
         let index = self.submitted.iter().find(|(kept, _)| *kept >= seq).map(|(_, index)| index.clone());
-        let waited =
-            self.device.poll(PollType::Wait { submission_index: index, timeout: Some(self.patience) });
+        let waited = self.device.poll(PollType::Wait { submission_index: index, timeout: Some(timeout) });
         self.check()?;
         match waited {
-            Ok(_) => Ok(()),
-            Err(PollError::Timeout) => {
-                let what = format!("no answer for {} seconds", self.patience.as_secs());
-                Err(Error::DeviceLost { what })
-            }
+            Ok(_) => Ok(true),
+            Err(PollError::Timeout) => Ok(false),
             Err(error @ PollError::WrongSubmissionIndex(..)) => {
                 Err(Error::DeviceLost { what: error.to_string() })
             }

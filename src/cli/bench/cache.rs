@@ -9,14 +9,14 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use clap::Args;
 use serde_json::json;
 
 use super::{
-    super::terminal::print_line,
-    BenchArgs,
+    elastic::per_cent,
     plot::{Curve, Plot, Stroke},
+    report::{ReportArgs, write},
     table::{Column, Table, column},
-    write,
 };
 use crate::moe::{
     Choices, ExpertCost, Mode, Planner, PlannerOptions, Policy, Preference, Rates, Routing, Trace,
@@ -85,7 +85,31 @@ const RESIDENT_STEP_SECONDS: f64 = 1.587e-3;
 /// Bytes a second in place of a CPU's where a probe had none beside the device.
 const NO_HOST: f64 = 1.0;
 
-/// `--cache-trace`
+/// An expert cache in virtual time: hit rates of each policy beside the bound, and steps a second of each way of treating
+/// misses, over sizes. It measures nothing.
+#[derive(Debug, Args)]
+pub(super) struct CacheArgs {
+    /// Routes from a file of `freetoken trace`, or drawn: uniform, zipf:S, or drift:S, where what is popular changes.
+    #[arg(value_name = "FILE|LAW")]
+    routes: TraceSource,
+    /// Shares of the experts that have a slot, in per cent.
+    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "5,10,15,25,35,50,75,90", value_parser = per_cent)]
+    cache: Vec<f64>,
+    /// Rates of the machine, as $FREETOKEN_HOME/probes keeps them [default: an H200 with 16 CPU cores]. What is not experts
+    /// takes as long as on that H200.
+    #[arg(long, value_name = "FILE")]
+    rates: Option<PathBuf>,
+    /// Also draw the hit rates.
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+    /// What drawn routes depend on.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
+/// Where routes come from.
 #[derive(Debug, Clone)]
 pub(super) enum TraceSource {
     /// Experts are drawn.
@@ -139,13 +163,10 @@ impl TraceSource {
 }
 
 /// Replays the trace over every share and prints, writes and draws what came of it.
-pub(super) fn run(args: &BenchArgs, source: &TraceSource) -> Result<()> {
+pub(super) fn run(args: &CacheArgs) -> Result<()> {
     let rates = args.rates.as_deref().map_or(Ok(RATES), read_rates)?;
-    let (name, trace) = source.trace(args.shape.seed)?;
+    let (name, trace) = args.routes.trace(args.seed)?;
     let replayed = Replayed::new(&trace, rates, &args.cache)?;
-    if let Some(path) = &args.csv {
-        write(path, &replayed.table.csv())?;
-    }
     let Routing { n_layers, n_experts, top_k, .. } = *trace.routing();
     let steps = format!(
         "{} steps of {n_layers} layers, {n_experts} experts, top {top_k}; the first {} only fill the cache",
@@ -159,28 +180,30 @@ pub(super) fn run(args: &BenchArgs, source: &TraceSource) -> Result<()> {
             subtitle: &steps,
             across: "experts that have a slot",
             up: "hits",
-            curves: CURVES.into_iter().zip(replayed.curves).map(curve).collect(),
+            curves: CURVES.into_iter().zip(replayed.curves.clone()).map(curve).collect(),
         };
         write(path, &plot.svg())?;
     }
-    if args.json {
-        let json = json!({
+    let text = || {
+        format!(
+            "{name}\n{steps}\nsteps a second in virtual time: link {:.1} GB/s ({:.1} while the CPU computes), CPU {:.1} GB/s \
+             ({:.1} while the link is busy); fixed: {:.0}% of the misses over the link\n\n{}",
+            rates.link_alone / 1e9,
+            rates.link_shared / 1e9,
+            rates.host_alone / 1e9,
+            rates.host_shared / 1e9,
+            100.0 * replayed.fixed_share,
+            replayed.table.text()
+        )
+    };
+    let json = || {
+        json!({
             "trace": name, "layers": n_layers, "experts": n_experts, "experts_per_token": top_k,
             "steps": trace.n_steps(), "warm_up_steps": replayed.n_warm_up, "rates": rates,
             "fixed_link_share": replayed.fixed_share, "rows": replayed.table.json(),
-        });
-        return print_line(&json.to_string());
-    }
-    print_line(&format!(
-        "{name}\n{steps}\nsteps a second in virtual time: link {:.1} GB/s ({:.1} while the CPU computes), CPU {:.1} GB/s \
-         ({:.1} while the link is busy); fixed: {:.0}% of the misses over the link\n\n{}",
-        rates.link_alone / 1e9,
-        rates.link_shared / 1e9,
-        rates.host_alone / 1e9,
-        rates.host_shared / 1e9,
-        100.0 * replayed.fixed_share,
-        replayed.table.text()
-    ))
+        })
+    };
+    args.report.print(&replayed.table, text, json)
 }
 
 /// Rates as the probe of an engine keeps them.

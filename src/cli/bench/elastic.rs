@@ -5,15 +5,15 @@
 //! with all experts on the device. Bound of a prompt: the longer of the streamed bytes at the link's rate and the same
 //! prompt with all experts on the device.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result, ensure};
-use freetoken_backend::Backend;
+use clap::Args;
 
 use super::{
-    BenchArgs, median,
+    super::memory::MemoryArgs,
+    median,
+    report::{Report, ReportArgs, read_bandwidth},
     steps::{decode_seconds, prefill_runs},
-    subject::{Source, Subject, options},
+    subject::{DecodeArgs, PromptArgs, Source, Subject, SubjectArgs},
     table::{Cell, Column, Table, column},
 };
 use crate::{
@@ -21,7 +21,25 @@ use crate::{
     moe::{CacheSize, Counters, Mode},
 };
 
-const COLUMNS: [Column; 16] = [
+/// Experts behind a cache: every way of treating misses, beside the bound.
+#[derive(Debug, Args)]
+pub(super) struct ElasticArgs {
+    #[command(flatten)]
+    subject: SubjectArgs,
+    /// Shares of the experts that have a slot, in per cent.
+    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "50,25", value_parser = per_cent)]
+    cache: Vec<f64>,
+    #[command(flatten)]
+    prompt: PromptArgs,
+    #[command(flatten)]
+    decode: DecodeArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
+const COLUMNS: [Column; 18] = [
     column("stage", "stage", 1.0, 0),
     column("cache", "cache %", 100.0, 0),
     column("prompt", "prompt", 1.0, 0),
@@ -37,6 +55,8 @@ const COLUMNS: [Column; 16] = [
     column("fetched", "fetched", 1.0, 1),
     column("in_place", "in place", 1.0, 1),
     column("host", "on CPU", 1.0, 1),
+    column("link_bytes_per_second", "link GB/s", 1e-9, 1),
+    column("host_bytes_per_second", "CPU GB/s", 1e-9, 1),
     column("resident_seconds", "resident ms", 1e3, 2),
 ];
 
@@ -58,17 +78,23 @@ struct Resident {
     decode: Vec<f64>,
 }
 
-/// Measures everything that is asked for; gives the subject's name too.
-pub(super) fn run(args: &BenchArgs, backend: &Arc<dyn Backend>) -> Result<(String, Table)> {
-    let depth = args.depth.iter().copied().max().unwrap_or(0) as usize;
-    let deepest = depth + ROUNDS * MODES.len() * 2 * args.decode as usize;
-    let source = Source::open(args)?;
-    let base = options(args, deepest);
+/// Measures everything that is asked for.
+pub(super) fn run(args: &ElasticArgs) -> Result<()> {
+    ensure!(
+        args.memory.expert_cache.is_none(),
+        "--expert-cache and --cache both say how many experts have a slot: give --cache"
+    );
+    let backend = args.subject.device.open()?;
+    let read_bandwidth = read_bandwidth(&*backend)?;
+    let depth = args.decode.deepest();
+    let deepest = depth + ROUNDS * MODES.len() * 2 * args.decode.decode as usize;
+    let source = Source::open(&args.subject)?;
+    let base = args.decode.options(deepest.max(args.prompt.longest()));
     let resident = {
-        let mut subject = source.subject(args, backend.clone(), &base, deepest)?;
+        let mut subject = source.subject(&args.subject, backend.clone(), &base)?;
         ensure!(
             subject.engine.model().sizes().moe.is_some_and(|moe| moe.n_layers > 0),
-            "{} has no routed experts, and --elastic measures those",
+            "{} has no routed experts: give another model",
             subject.name
         );
         ensure!(
@@ -81,9 +107,9 @@ pub(super) fn run(args: &BenchArgs, backend: &Arc<dyn Backend>) -> Result<(Strin
     let mut shares = args.cache.clone();
     shares.sort_by(|a, b| b.total_cmp(a));
     let largest = *shares.first().context("--cache names no share")?;
-    let behind = args.memory.options(base, &**backend, &args.device)?;
+    let behind = args.memory.options(base, &*backend, &args.subject.device)?;
     let behind = EngineOptions { expert_cache: Some(CacheSize::Percent(largest)), ..behind };
-    let mut subject = source.subject(args, backend.clone(), &behind, deepest)?;
+    let mut subject = source.subject(&args.subject, backend.clone(), &behind)?;
     drop(source);
     args.memory.say(&subject.engine);
     let mut table = Table::new(&COLUMNS);
@@ -92,15 +118,22 @@ pub(super) fn run(args: &BenchArgs, backend: &Arc<dyn Backend>) -> Result<(Strin
         let expert_slots = Some((n_experts as f64 * share / 100.0).round() as usize);
         subject.engine.divide(Division { expert_slots, ..Division::default() }, &mut [])?;
         subject.engine.set_experts_mode(Mode::Auto)?;
-        for (&prompt, &resident) in args.prompt.iter().zip(&resident.prefill) {
+        for (&prompt, &resident) in args.prompt.prompt.iter().zip(&resident.prefill) {
             prefill(&mut subject, share / 100.0, prompt as usize, resident, &mut table)?;
         }
-        for (&batch, &resident) in args.batch.iter().zip(&resident.decode) {
+        for (&batch, &resident) in args.decode.batch.iter().zip(&resident.decode) {
             let cell = DecodeCell { share: share / 100.0, batch: batch as usize, depth, resident };
-            decode(&mut subject, args, &cell, &mut table)?;
+            decode(&mut subject, args.decode.decode as usize, &cell, &mut table)?;
         }
     }
-    Ok((format!("{}, experts behind a cache", subject.name), table))
+    let name = format!("{}, experts behind a cache", subject.name);
+    Report { subject: name, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args.report)
+}
+
+/// A share in per cent.
+pub(super) fn per_cent(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| (0.0..=100.0).contains(share));
+    share.ok_or_else(|| "a share is from 0 to 100".into())
 }
 
 fn elastic(subject: &Subject) -> &crate::moe::Elastic {
@@ -113,13 +146,13 @@ fn sequences(subject: &mut Subject, batch: usize, depth: usize) -> Result<Vec<Se
     Ok(sequences)
 }
 
-fn resident(subject: &mut Subject, args: &BenchArgs, depth: usize) -> Result<Resident> {
-    let prefill = args.prompt.iter().map(|&prompt| Ok(prefill_runs(subject, prompt as usize)?.0));
+fn resident(subject: &mut Subject, args: &ElasticArgs, depth: usize) -> Result<Resident> {
+    let prefill = args.prompt.prompt.iter().map(|&prompt| Ok(prefill_runs(subject, prompt as usize)?.0));
     let prefill = prefill.collect::<Result<_>>()?;
     let mut decode = Vec::new();
-    for &batch in &args.batch {
+    for &batch in &args.decode.batch {
         let mut sequences = sequences(subject, batch as usize, depth)?;
-        let turns = (0..ROUNDS).map(|_| decode_seconds(subject, &mut sequences, args.decode as usize));
+        let turns = (0..ROUNDS).map(|_| decode_seconds(subject, &mut sequences, args.decode.decode as usize));
         decode.push(median(turns.collect::<Result<Vec<_>>>()?));
         sequences.iter_mut().for_each(|sequence| subject.engine.release(sequence));
     }
@@ -151,6 +184,8 @@ fn prefill(subject: &mut Subject, share: f64, prompt: usize, resident: f64, tabl
         streamed.into(),
         Cell::Empty,
         Cell::Empty,
+        Cell::Empty,
+        Cell::Empty,
         resident.into(),
     ]);
     Ok(())
@@ -168,11 +203,14 @@ struct DecodeCell {
 struct Turns {
     seconds: Vec<f64>,
     sums: Counters,
+    /// Bytes that the device timed on its link, and their seconds.
+    link: (f64, f64),
+    /// Seconds in which the host computed.
+    host_seconds: f64,
 }
 
-fn decode(subject: &mut Subject, args: &BenchArgs, cell: &DecodeCell, table: &mut Table) -> Result<()> {
+fn decode(subject: &mut Subject, n_steps: usize, cell: &DecodeCell, table: &mut Table) -> Result<()> {
     let mut sequences = sequences(subject, cell.batch, cell.depth)?;
-    let n_steps = args.decode as usize;
     let mut turns: Vec<Option<Turns>> = MODES.iter().map(|_| Some(Turns::default())).collect();
     for _ in 0..ROUNDS {
         for ((_, mode), turns) in MODES.iter().zip(&mut turns) {
@@ -183,16 +221,23 @@ fn decode(subject: &mut Subject, args: &BenchArgs, cell: &DecodeCell, table: &mu
                 continue;
             }
             (0..n_steps).try_for_each(|_| subject.decode(&mut sequences))?;
-            let before = elastic(subject).counters().decode;
+            let before = elastic(subject).counters();
             measured.seconds.push(decode_seconds(subject, &mut sequences, n_steps)?);
-            let sums = elastic(subject).counters().decode.since(&before);
-            measured.sums = measured.sums.plus(&sums);
+            let after = elastic(subject).counters();
+            measured.sums = measured.sums.plus(&after.decode.since(&before.decode));
+            measured.link.0 += (after.link_bytes - before.link_bytes) as f64;
+            measured.link.1 += after.link_seconds - before.link_seconds;
+            measured.host_seconds += after.host_seconds - before.host_seconds;
         }
     }
     sequences.iter_mut().for_each(|sequence| subject.engine.release(sequence));
     let (rates, record) = (*elastic(subject).rates().0, elastic(subject).record_bytes() as f64);
     for ((name, _), turns) in MODES.iter().zip(turns) {
-        let Some(Turns { seconds, sums }) = turns else { continue };
+        let Some(Turns { seconds, sums, link, host_seconds }) = turns else { continue };
+        let rate = |bytes: f64, seconds: f64| match seconds > 0.0 {
+            true => Cell::Number(bytes / seconds),
+            false => Cell::Empty,
+        };
         let per_step = |n: u64| n as f64 / (ROUNDS * n_steps) as f64;
         let missed = per_step(sums.misses());
         let seconds = median(seconds);
@@ -214,6 +259,8 @@ fn decode(subject: &mut Subject, args: &BenchArgs, cell: &DecodeCell, table: &mu
             per_step(sums.fetched).into(),
             per_step(sums.in_place).into(),
             per_step(sums.host).into(),
+            rate(link.0, link.1),
+            rate(sums.host as f64 * record, host_seconds),
             cell.resident.into(),
         ]);
     }

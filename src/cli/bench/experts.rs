@@ -3,14 +3,17 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use clap::Args;
 use freetoken_backend::{
-    Backend, ExpertMlp, ExpertMlpParams, Experts, NoRoutePoints, Op, Stage, View, os, record,
+    Backend, ExpertMlp, ExpertMlpParams, Experts, Format, NoRoutePoints, Op, Stage, View, os, record,
 };
 use indicatif::BinaryBytes;
 
 use super::{
     super::terminal::Progress,
-    BenchArgs, median,
+    median,
+    report::{Report, ReportArgs, read_bandwidth},
+    subject::SubjectArgs,
     table::{Column, Table, column},
 };
 use crate::{
@@ -35,6 +38,15 @@ const TURNS: usize = 15;
 /// The calls of a turn read at least so many bytes.
 const TURN_BYTES: usize = 1 << 31;
 
+/// The experts of a layer alone, made up: 2048x768, top 8, unless a model is given.
+#[derive(Debug, Args)]
+pub(super) struct ExpertsArgs {
+    #[command(flatten)]
+    subject: SubjectArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
 const COLUMNS: [Column; 7] = [
     column("rows", "rows", 1.0, 0),
     column("experts", "experts", 1.0, 0),
@@ -45,13 +57,15 @@ const COLUMNS: [Column; 7] = [
     column("share_of_read", "% of read", 100.0, 1),
 ];
 
-/// Measures batches of 1, 2, 4 and 16 rows, each row with experts of its own as far as there are enough. Also says of what
-/// shape the experts are.
-pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) -> Result<(String, Table)> {
-    let Sizes { hidden, moe, .. } = sizes(args)?;
+/// Measures batches of 1, 2, 4 and 16 rows, each row with experts of its own as far as there are enough.
+pub(super) fn run(args: &ExpertsArgs) -> Result<()> {
+    let backend = &*args.subject.device.open()?;
+    let read_bandwidth = read_bandwidth(backend)?;
+    let probe = &ReadProbe::new(backend)?;
+    let Sizes { hidden, moe, .. } = sizes(&args.subject)?;
     let MoeSizes { top_k, intermediate, .. } =
         moe.context("this model has no routed experts: give another one")?;
-    let format = args.format;
+    let format = args.subject.shape.format.unwrap_or(Format::Bf16);
     for cols in [hidden, intermediate] {
         ensure!(format.takes_cols(cols), "{format} takes rows of whole groups, and {cols} columns are none");
     }
@@ -60,7 +74,7 @@ pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) ->
     let bytes = (n_experts * expert_bytes) as u64;
     let fits = os::available_memory().is_none_or(|free| bytes < free);
     ensure!(fits, "the experts take {}, more than the memory that is free", BinaryBytes(bytes));
-    let experts = make(args, n_experts, hidden, intermediate, backend)?;
+    let experts = make(args, format, n_experts, hidden, intermediate, backend)?;
     let mut table = Table::new(&COLUMNS);
     for n_rows in ROWS {
         let shape = ExpertMlpParams {
@@ -85,10 +99,11 @@ pub(super) fn run(args: &BenchArgs, backend: &dyn Backend, probe: &ReadProbe) ->
             median(turns.iter().map(|turn| bytes / turn.seconds / turn.read_bandwidth)).into(),
         ]);
     }
-    Ok((format!("experts of {hidden}x{intermediate} in {format}, top {top_k} of {n_experts}"), table))
+    let subject = format!("experts of {hidden}x{intermediate} in {format}, top {top_k} of {n_experts}");
+    Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args.report)
 }
 
-fn sizes(args: &BenchArgs) -> Result<Sizes> {
+fn sizes(args: &SubjectArgs) -> Result<Sizes> {
     if let Some(shape) = args.shape.read()? {
         return Ok(shape.inventory()?.sizes);
     }
@@ -103,7 +118,8 @@ fn sizes(args: &BenchArgs) -> Result<Sizes> {
 
 /// One layer of experts on the device.
 fn make(
-    args: &BenchArgs,
+    args: &ExpertsArgs,
+    format: Format,
     n_experts: usize,
     hidden: usize,
     intermediate: usize,
@@ -113,13 +129,13 @@ fn make(
     let name = |expert: usize, what: &str| format!("{}.weight", module(expert, what));
     let (up, down) = ([intermediate, hidden], [hidden, intermediate]);
     let matrices = |expert: usize| {
-        let of = move |(what, shape)| quantised::tensors(args.format, &module(expert, what), shape);
+        let of = move |(what, shape)| quantised::tensors(format, &module(expert, what), shape);
         [("gate_proj", up), ("up_proj", up), ("down_proj", down)].into_iter().flat_map(of)
     };
     let tensors: Vec<TensorSpec> = (0..n_experts).flat_map(matrices).collect();
-    let bytes = n_experts * record(args.format, hidden, intermediate).weight_bytes();
+    let bytes = n_experts * record(format, hidden, intermediate).weight_bytes();
     let progress = Progress::bytes("making", bytes as u64);
-    let synthetic = Synthetic::new(args.shape.seed);
+    let synthetic = Synthetic::new(args.subject.shape.seed);
     let checkpoint = SyntheticCheckpoint::generate(&synthetic, &tensors, &mut |bytes| progress.add(bytes))?;
     progress.finish();
     let mut progress = |_| ();

@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use clap::Args;
 use freetoken_backend::{
     Backend, HostBytes,
     os::{self, AnonymousMemory, DirectFile},
@@ -15,10 +16,9 @@ use indicatif::BinaryBytes;
 use serde_json::json;
 
 use super::{
-    super::terminal::{Progress, print_line},
-    BenchArgs,
+    super::terminal::Progress,
+    report::ReportArgs,
     table::{Column, Table, column},
-    write,
 };
 use crate::{
     devices,
@@ -36,6 +36,18 @@ const TURNS: usize = 3;
 /// Most bytes that are in flight when the disk is read for its own sake.
 const WINDOW: usize = 1 << 30;
 
+/// Loading: experts of each directory from the disk into host memory, beside the rate at which the disk is read.
+///
+/// FTW directories by records; safetensors by reads, and from their mapping.
+#[derive(Debug, Args)]
+pub(super) struct LoadArgs {
+    /// Directories of models.
+    #[arg(value_name = "DIR", required = true)]
+    dirs: Vec<PathBuf>,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
 const COLUMNS: [Column; 5] = [
     column("way", "", 1.0, 0),
     column("bytes", "GB", 1e-9, 2),
@@ -46,7 +58,8 @@ const COLUMNS: [Column; 5] = [
 
 /// Loads the experts of each directory: records of FTW are read; safetensors are read, and copied from their mapping. The page cache
 /// is emptied of all files before each.
-pub(super) fn run(args: &BenchArgs, dirs: &[PathBuf]) -> Result<()> {
+pub(super) fn run(args: &LoadArgs) -> Result<()> {
+    let dirs = &args.dirs;
     let host = devices::reference();
     let mut ways = Vec::new();
     for dir in dirs {
@@ -105,22 +118,19 @@ pub(super) fn run(args: &BenchArgs, dirs: &[PathBuf]) -> Result<()> {
             (rate / disk_rate).into(),
         ]);
     }
-    if let Some(path) = &args.csv {
-        write(path, &table.csv())?;
-    }
     let (past, emptied) = (disk.is_direct(), disk.was_emptied);
-    if args.json {
-        let json = json!({ "direct": past, "page_cache_emptied": emptied, "rows": table.json() });
-        return print_line(&json.to_string());
-    }
     let is = |yes| if yes { "" } else { " NOT" };
-    print_line(&format!(
-        "experts from the disk into host memory, the best of {TURNS} turns\nthe disk is{} read past the page cache, which was{} emptied \
-         before\n\n{}",
-        is(past),
-        is(emptied),
-        table.text()
-    ))
+    let text = || {
+        format!(
+            "experts from the disk into host memory, the best of {TURNS} turns\nthe disk is{} read past the page cache, which \
+             was{} emptied before\n\n{}",
+            is(past),
+            is(emptied),
+            table.text()
+        )
+    };
+    let json = || json!({ "direct": past, "page_cache_emptied": emptied, "rows": table.json() });
+    args.report.print(&table, text, json)
 }
 
 /// Uses and frees so much memory: a hypervisor may take longer to give memory that was free than the disk takes to fill it, and

@@ -1,15 +1,29 @@
 //! Each op of a decode step by itself, as the device times it, grouped by what it is.
 
 use anyhow::Result;
+use clap::Args;
 use freetoken_backend::{Backend, Op};
 
 use super::{
-    super::synth::n_distinct,
-    BenchArgs,
-    subject::{Subject, WARM_UP, kv_token_bytes},
+    super::{memory::MemoryArgs, synth::n_distinct},
+    report::ReportArgs,
+    subject::{DecodeArgs, Subject, SubjectArgs, WARM_UP, kv_token_bytes},
     table::{Column, Table, column},
 };
 use crate::engine::Sequence;
+
+/// Each op of a decode step by itself.
+#[derive(Debug, Args)]
+pub(super) struct OpsArgs {
+    #[command(flatten)]
+    subject: SubjectArgs,
+    #[command(flatten)]
+    decode: DecodeArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
 
 const COLUMNS: [Column; 9] = [
     column("op", "op", 1.0, 0),
@@ -32,10 +46,13 @@ struct Group {
 }
 
 /// Measures every depth with every batch.
-pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) -> Result<Table> {
+pub(super) fn run(args: &OpsArgs) -> Result<()> {
+    let options = args.decode.options(args.decode.deepest() + WARM_UP + args.decode.decode as usize);
+    let mut subject = Subject::open(&args.subject, &args.memory, options)?;
+    let read_bandwidth = subject.read_bandwidth()?;
     let mut table = Table::new(&COLUMNS);
-    subject.at_each_depth(args, |subject, depth, sequences| {
-        let mut groups = step(subject, sequences, args.decode as usize)?;
+    subject.at_each_depth(&args.decode, |subject, depth, sequences| {
+        let mut groups = step(subject, sequences, args.decode.decode as usize)?;
         groups.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
         let step_seconds: f64 = groups.iter().map(|group| group.seconds).sum();
         let (n_calls, bytes) = groups.iter().fold((0, 0.0), |(n, bytes), g| (n + g.n_calls, bytes + g.bytes));
@@ -55,7 +72,7 @@ pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) 
         }
         Ok(())
     })?;
-    Ok(table)
+    subject.report(read_bandwidth, table, &args.report)
 }
 
 /// Means of `n_steps` steps. A real step goes before each, so that the buffers hold its input.

@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
+use clap::Args;
 use freetoken_backend::{
     Backend, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, HostBuffer, Lane, LinkSample,
     NoRoutePoints, Op, Program, RouteAsk, RoutePoint, RouteReply, RouteServer, Stage, TableChange, View,
@@ -15,7 +16,9 @@ use freetoken_backend::{
 };
 
 use super::{
+    super::model::DeviceArgs,
     median,
+    report::{Report, ReportArgs, read_bandwidth},
     subject::WARM_UP,
     table::{Cell, Column, Table, column},
 };
@@ -30,6 +33,15 @@ const MISSING: [usize; 4] = [1, 2, 4, 8];
 const SLOTS_PER_CHUNK: usize = 16;
 /// Rows are the same up to this share of the largest value.
 const TOLERANCE: f32 = 1e-4;
+
+/// Route points alone: layers whose experts are all in slots, or fetched, read in place, or left to a host that answers zeros.
+#[derive(Debug, Args)]
+pub(super) struct RoutePointsArgs {
+    #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
 
 const COLUMNS: [Column; 7] = [
     column("way", "experts", 1.0, 0),
@@ -57,13 +69,16 @@ struct Shape {
 const SHAPE: Shape =
     Shape { hidden: 2048, intermediate: 768, top_k: 8, n_experts: 32, n_slots: 64, n_layers: 24 };
 
-/// Measures every way, 1, 2, 4 and 8 experts each. Also says of what shape they are. "extra" is what a layer takes beyond a
-/// route point whose experts all have a slot, "GB/s" the bytes in that time, "link GB/s" what the device measured.
-pub(super) fn run(backend: &dyn Backend) -> Result<(String, Table)> {
+/// Measures every way, 1, 2, 4 and 8 experts each. "extra" is what a layer takes beyond a route point whose experts all have a
+/// slot, "GB/s" the bytes in that time, "link GB/s" what the device measured.
+pub(super) fn run(args: &RoutePointsArgs) -> Result<()> {
+    let backend = &*args.device.open()?;
+    let read_bandwidth = read_bandwidth(backend)?;
     let Shape { hidden, intermediate, top_k, n_layers, .. } = SHAPE;
-    let what =
+    let subject =
         format!("route points of {n_layers} layers, one row, top {top_k} of {hidden}x{intermediate} in bf16");
-    Ok((what, measure(backend, SHAPE)?))
+    let table = measure(backend, SHAPE)?;
+    Report { subject, caps: backend.caps(), read_bandwidth, expert_use: &[], table }.print(&args.report)
 }
 
 fn measure(backend: &dyn Backend, shape: Shape) -> Result<Table> {

@@ -3,12 +3,14 @@
 
 use std::{
     net::SocketAddr,
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use freetoken_backend::{Backend, os};
+use clap::Args;
+use freetoken_backend::os;
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -19,8 +21,8 @@ use tokio::{
 };
 
 use super::{
-    super::synth::random_token,
-    BenchArgs,
+    super::{memory::MemoryArgs, model::DeviceArgs, synth::random_token},
+    report::{Report, ReportArgs, read_bandwidth},
     table::{Cell, Column, Table, column},
 };
 use crate::{
@@ -43,6 +45,28 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Tokens of the answer whose pace is watched.
 const WATCHED: usize = 400;
 
+/// The server under load: 64 clients on loopback that ask, listen and often leave; their times, and whether anything stays
+/// behind.
+#[derive(Debug, Args)]
+pub(super) struct ServeArgs {
+    /// How long the clients ask.
+    #[arg(value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(2..=86_400))]
+    seconds: u32,
+    /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
+    /// [default: the demo model].
+    #[arg(long, short, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// What the clients' requests depend on.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
 const COLUMNS: [Column; 13] = [
     column("load", "", 1.0, 0),
     column("seconds", "s", 1.0, 1),
@@ -59,16 +83,19 @@ const COLUMNS: [Column; 13] = [
     column("peak_resident_bytes", "peak MB", 1e-6, 1),
 ];
 
-/// Serves a model on loopback for `seconds`; gives the model's name too.
+/// Serves a model on loopback.
 ///
 /// # Errors
 /// An answer that is none, or something that stays behind.
-pub(super) fn run(args: &BenchArgs, seconds: u32, backend: Arc<dyn Backend>) -> Result<(String, Table)> {
+pub(super) fn run(args: &ServeArgs) -> Result<()> {
+    let backend = args.device.open()?;
+    let read_bandwidth = read_bandwidth(&*backend)?;
     let files = Arc::new(ModelFiles::open(args.model.as_deref())?);
     let options = SchedulerOptions { max_running: 4, max_waiting: N_CLIENTS };
     let engine_options = EngineOptions { max_sequences: options.max_running, ..EngineOptions::default() };
     let engine_options = args.memory.options(engine_options, &*backend, &args.device)?;
-    let engine = files.engine(backend, &engine_options, &mut |_| ())?;
+    let mut engine = files.engine(backend.clone(), &engine_options, &mut |_| ())?;
+    engine.prepare(options.max_running)?;
     let vocab = engine.model().sizes().vocab;
     let scheduler = Arc::new(Scheduler::start(engine, options)?);
     let server = Arc::new(Server::new(Settings::local(files.name()), ServedModel::new(files.clone())?));
@@ -76,18 +103,14 @@ pub(super) fn run(args: &BenchArgs, seconds: u32, backend: Arc<dyn Backend>) -> 
     let runtime = runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let table = runtime.block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let load = Load {
-            address: listener.local_addr()?,
-            seed: args.shape.seed,
-            vocab,
-            context: scheduler.context(),
-        };
+        let load =
+            Load { address: listener.local_addr()?, seed: args.seed, vocab, context: scheduler.context() };
         let (end, ended) = oneshot::channel();
         let listening = tokio::spawn(listen(listener, server, ended));
         let mut table = Table::new(&COLUMNS);
         load.watch("one answer alone", false, &mut table).await?;
         load.watch("one answer beside long prompts", true, &mut table).await?;
-        let half = Duration::from_secs(seconds.into()) / 2;
+        let half = Duration::from_secs(args.seconds.into()) / 2;
         load.crowd("64 clients", half, 0, &mut table).await?;
         load.crowd("64 clients, again", half, 1 << 32, &mut table).await?;
         nothing_stays(&scheduler).await?;
@@ -95,7 +118,8 @@ pub(super) fn run(args: &BenchArgs, seconds: u32, backend: Arc<dyn Backend>) -> 
         tokio::time::timeout(PATIENCE, listening).await.context("the server does not end")??;
         anyhow::Ok(table)
     })?;
-    Ok((files.name(), table))
+    let (subject, caps) = (files.name(), backend.caps());
+    Report { subject, caps, read_bandwidth, expert_use: &[], table }.print(&args.report)
 }
 
 /// Waits until everything has ended, and refuses what is left.

@@ -3,13 +3,36 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use clap::Args;
 
 use super::{
-    BenchArgs, median,
-    subject::{Subject, WARM_UP},
+    super::memory::MemoryArgs,
+    median,
+    report::ReportArgs,
+    subject::{DecodeArgs, PromptArgs, Subject, SubjectArgs, WARM_UP},
     table::{Cell, Column, Table, column},
 };
 use crate::engine::Sequence;
+
+/// Prompts and decode steps, whole.
+///
+/// Tokens are random and never those that the model draws, since random weights fall into cycles. A decode step must read
+/// each weight once, of the experts those that its tokens choose, and the cache of its sequences; "% of read" is the rate at
+/// which it does, as a share of the rate at which the device reads its own memory in order, measured in the same run. The
+/// ms of a prompt are the time to its first token.
+#[derive(Debug, Args)]
+pub(super) struct StepsArgs {
+    #[command(flatten)]
+    subject: SubjectArgs,
+    #[command(flatten)]
+    prompt: PromptArgs,
+    #[command(flatten)]
+    decode: DecodeArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
 
 const COLUMNS: [Column; 9] = [
     column("stage", "stage", 1.0, 0),
@@ -29,10 +52,14 @@ const PREFILL_SECONDS: f64 = 1.0;
 const PREFILL_RUNS: usize = 9;
 
 /// Measures every prompt, then every depth with every batch.
-pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) -> Result<Table> {
+pub(super) fn run(args: &StepsArgs) -> Result<()> {
+    let deepest = args.decode.deepest() + WARM_UP + args.decode.decode as usize;
+    let options = args.decode.options(deepest.max(args.prompt.longest()));
+    let mut subject = Subject::open(&args.subject, &args.memory, options)?;
+    let read_bandwidth = subject.read_bandwidth()?;
     let mut table = Table::new(&COLUMNS);
-    for &prompt in &args.prompt {
-        let (seconds, _) = prefill_runs(subject, prompt as usize)?;
+    for &prompt in &args.prompt.prompt {
+        let (seconds, _) = prefill_runs(&mut subject, prompt as usize)?;
         let tokens_per_second = prompt as f64 / seconds;
         table.push([
             "prefill".into(),
@@ -46,8 +73,8 @@ pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) 
             Cell::Empty,
         ]);
     }
-    subject.at_each_depth(args, |subject, depth, sequences| {
-        let Decoded { seconds, bytes } = decode(subject, sequences, args.decode as usize)?;
+    subject.at_each_depth(&args.decode, |subject, depth, sequences| {
+        let Decoded { seconds, bytes } = decode(subject, sequences, args.decode.decode as usize)?;
         table.push([
             "decode".into(),
             Cell::Empty,
@@ -61,7 +88,7 @@ pub(super) fn run(subject: &mut Subject, args: &BenchArgs, read_bandwidth: f64) 
         ]);
         Ok(())
     })?;
-    Ok(table)
+    subject.report(read_bandwidth, table, &args.report)
 }
 
 /// Time to the first token: the median of a few runs behind one that records the programs; and how many runs that were in all.

@@ -1,16 +1,20 @@
 //! What is measured: an engine with a real or a made-up model, and random tokens to feed it.
 
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
 
 use anyhow::{Result, ensure};
+use clap::{ArgGroup, Args};
 use freetoken_backend::{Attention, Backend, KvCache, Op, PAGE_TOKENS, Stage};
 
 use super::{
     super::{
-        synth::{N_TOKENS, Shape, distinct_experts, random_routes, random_token},
+        memory::MemoryArgs,
+        model::DeviceArgs,
+        synth::{ExpertUse, N_TOKENS, Shape, ShapeArgs, distinct_experts, random_routes, random_token},
         terminal::Progress,
     },
-    BenchArgs,
+    report::{Report, ReportArgs, read_bandwidth},
+    table::Table,
 };
 use crate::{
     engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
@@ -20,6 +24,65 @@ use crate::{
 
 /// Steps that are not timed in front of those that are.
 pub(super) const WARM_UP: usize = 2;
+
+/// Which model is measured, and where.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("what").args(["model", "like", "config"]))]
+pub(super) struct SubjectArgs {
+    /// A directory with config.json and *.safetensors, or the name of one under $FREETOKEN_HOME/models
+    /// [default: the demo model].
+    #[arg(long, short, value_name = "DIR")]
+    pub(super) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) shape: ShapeArgs,
+    #[command(flatten)]
+    pub(super) device: DeviceArgs,
+}
+
+/// Which decode steps are measured.
+#[derive(Debug, Args)]
+pub(super) struct DecodeArgs {
+    /// Tokens that are in the cache before decoding.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0",
+        value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    pub(super) depth: Vec<u32>,
+    /// Decode steps that are timed.
+    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
+    pub(super) decode: u32,
+    /// Sequences that decode together.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1",
+        value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(super) batch: Vec<u32>,
+}
+
+impl DecodeArgs {
+    /// Tokens of the deepest sequence before it decodes.
+    pub(super) fn deepest(&self) -> usize {
+        self.depth.iter().copied().max().unwrap_or(0) as usize
+    }
+
+    /// Options of an engine that has room for every batch, and for sequences of `context` tokens.
+    pub(super) fn options(&self, context: usize) -> EngineOptions {
+        let max_sequences = self.batch.iter().copied().max().unwrap_or(1) as usize;
+        EngineOptions { context: context.max(N_TOKENS), max_sequences, ..EngineOptions::default() }
+    }
+}
+
+/// Tokens of prompts that are measured.
+#[derive(Debug, Args)]
+pub(super) struct PromptArgs {
+    /// Tokens of prompts.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "512",
+        value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub(super) prompt: Vec<u32>,
+}
+
+impl PromptArgs {
+    /// Tokens of the longest.
+    pub(super) fn longest(&self) -> usize {
+        self.prompt.iter().copied().max().unwrap_or(0) as usize
+    }
+}
 
 /// Where the model comes from.
 pub(super) enum Source {
@@ -31,26 +94,31 @@ pub(super) enum Source {
 
 impl Source {
     /// Opens the files, or makes the weights.
-    pub(super) fn open(args: &BenchArgs) -> Result<Self> {
+    pub(super) fn open(args: &SubjectArgs) -> Result<Self> {
         Ok(match args.shape.read()? {
             Some(shape) => {
                 let weights = shape.weights(&args.shape)?;
                 Source::Shape(shape, weights)
             }
-            None => Source::Files(Box::new(ModelFiles::open(args.model.as_deref())?)),
+            None => {
+                ensure!(
+                    args.shape.format.is_none(),
+                    "--format is for made-up weights: give --like NAME or --config FILE"
+                );
+                Source::Files(Box::new(ModelFiles::open(args.model.as_deref())?))
+            }
         })
     }
 
-    /// The model on a device, with random tokens routed through it. `deepest`: tokens of the longest sequence that decodes.
+    /// The model on a device, with random tokens routed through it.
     pub(super) fn subject(
         &self,
-        args: &BenchArgs,
+        args: &SubjectArgs,
         backend: Arc<dyn Backend>,
         options: &EngineOptions,
-        deepest: usize,
     ) -> Result<Subject> {
         let (name, mut engine) = match self {
-            Source::Shape(shape, weights) => (shape.name.clone(), shape.engine(weights, backend, options)?),
+            Source::Shape(shape, weights) => (shape.title(), shape.engine(weights, backend, options)?),
             Source::Files(files) => {
                 let progress = Progress::bytes("loading", files.checkpoint().total_bytes());
                 let engine = files.engine(backend, options, &mut |bytes| progress.add(bytes))?;
@@ -58,25 +126,16 @@ impl Source {
                 (files.name(), engine)
             }
         };
-        let longest = args.prompt.iter().copied().max().unwrap_or(0) as usize;
         ensure!(
-            deepest.max(longest) <= engine.context(),
-            "the model's context is {} tokens and {} are asked for: lower --prompt, --depth or --decode",
+            options.context <= engine.context(),
+            "the model's context is {} tokens and {} are asked for: ask for shorter prompts, less depth or fewer steps",
             engine.context(),
-            deepest.max(longest)
+            options.context
         );
         let seed = args.shape.seed;
         let routes = random_routes(&mut engine, seed)?;
         Ok(Subject { name, engine, routes, seed, n_drawn: N_TOKENS as u64 })
     }
-}
-
-/// Options of an engine that has room for every prompt and batch, and for sequences of `deepest` tokens that decode.
-pub(super) fn options(args: &BenchArgs, deepest: usize) -> EngineOptions {
-    let longest = args.prompt.iter().copied().max().unwrap_or(0) as usize;
-    let context = deepest.max(longest).max(N_TOKENS);
-    let max_sequences = args.batch.iter().copied().max().unwrap_or(1) as usize;
-    EngineOptions { context, max_sequences, ..EngineOptions::default() }
 }
 
 /// A model on a device.
@@ -91,15 +150,27 @@ pub(super) struct Subject {
 }
 
 impl Subject {
-    /// Loads or makes the model, with room for all that is asked for, and routes random tokens through it.
-    pub(super) fn open(args: &BenchArgs) -> Result<Self> {
-        let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize + WARM_UP + args.decode as usize;
+    /// Loads or makes the model, within the memory that it may have, and routes random tokens through it.
+    pub(super) fn open(args: &SubjectArgs, memory: &MemoryArgs, options: EngineOptions) -> Result<Self> {
         let backend = args.device.open()?;
-        let options = options(args, deepest);
-        let options = args.memory.options(options, &*backend, &args.device)?;
-        let subject = Source::open(args)?.subject(args, backend, &options, deepest)?;
-        args.memory.say(&subject.engine);
+        let options = memory.options(options, &*backend, &args.device)?;
+        let subject = Source::open(args)?.subject(args, backend, &options)?;
+        memory.say(&subject.engine);
         Ok(subject)
+    }
+
+    /// Bytes a second at which its device reads its own memory.
+    pub(super) fn read_bandwidth(&self) -> Result<f64> {
+        read_bandwidth(self.engine.backend())
+    }
+
+    /// Prints what was measured, beside how its experts are used.
+    pub(super) fn report(&self, read_bandwidth: f64, table: Table, to: &ReportArgs) -> Result<()> {
+        let n_experts = self.engine.model().sizes().moe.map_or(0, |moe| moe.n_experts);
+        let expert_use: Vec<ExpertUse> =
+            self.routes.iter().map(|ids| ExpertUse::new(ids, n_experts)).collect();
+        let caps = self.engine.backend().caps();
+        Report { subject: self.name.clone(), caps, read_bandwidth, expert_use: &expert_use, table }.print(to)
     }
 
     /// The next random token.
@@ -117,7 +188,7 @@ impl Subject {
     /// timed steps.
     pub(super) fn at_each_depth(
         &mut self,
-        args: &BenchArgs,
+        args: &DecodeArgs,
         mut measure: impl FnMut(&mut Self, usize, &mut [Sequence]) -> Result<()>,
     ) -> Result<()> {
         let mut depths = args.depth.clone();

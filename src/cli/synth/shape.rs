@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use anyhow::{Result, ensure};
 use clap::{Args, builder::PossibleValuesParser};
-use freetoken_backend::{Backend, os};
+use freetoken_backend::{Backend, Format, os};
 use indicatif::BinaryBytes;
 use serde_json::{Map, Value};
 
@@ -38,6 +38,16 @@ pub(in crate::cli) struct ShapeArgs {
     /// How popular experts are: uniform, or zipf:S, where the r-th most popular one is chosen in proportion to r^-S.
     #[arg(long, value_name = "LAW", default_value = "uniform")]
     pub(in crate::cli) routing: RoutingLaw,
+    /// How they are stored, the rest of a model as published checkpoints of the format have it [default: bf16].
+    #[arg(long, value_name = "bf16|fp8|nvfp4|mxfp4", value_parser = format)]
+    pub(in crate::cli) format: Option<Format>,
+}
+
+/// A format that weights are made in.
+fn format(text: &str) -> Result<Format, String> {
+    let known = [Format::Bf16, Format::Fp8, Format::Nvfp4, Format::Mxfp4];
+    let found = known.into_iter().find(|format| format.to_string() == text);
+    found.ok_or_else(|| "weights are made in bf16, fp8, nvfp4 or mxfp4".into())
 }
 
 impl ShapeArgs {
@@ -63,6 +73,9 @@ impl ShapeArgs {
         }
         fields.insert("torch_dtype".into(), "bfloat16".into());
         fields.remove("quantization_config");
+        let format = self.format.unwrap_or(Format::Bf16);
+        fields
+            .extend(models::quantization_config(format).map(|config| ("quantization_config".into(), config)));
         let text = text(&mut fields);
         let count = |field: &str| text.get(field).and_then(Value::as_u64).unwrap_or(1);
         let n_experts = count("num_hidden_layers").saturating_mul(count("num_experts"));
@@ -70,7 +83,7 @@ impl ShapeArgs {
             n_experts <= MAX_EXPERTS,
             "{name}: {n_experts} experts in all are more than the {MAX_EXPERTS} that run"
         );
-        Ok(Some(Shape { name, fields }))
+        Ok(Some(Shape { name, fields, format }))
     }
 }
 
@@ -99,16 +112,22 @@ pub(in crate::cli) struct Shape {
     pub(in crate::cli) name: String,
     /// Of its config.json.
     pub(in crate::cli) fields: Map<String, Value>,
+    format: Format,
 }
 
 impl Shape {
+    /// For reports.
+    pub(in crate::cli) fn title(&self) -> String {
+        format!("{} in {}", self.name, self.format)
+    }
+
     fn config(&self) -> ConfigFile<'_> {
         ConfigFile::new(&self.name, &self.fields)
     }
 
     /// All tensors of the model.
     pub(in crate::cli) fn inventory(&self) -> Result<Inventory> {
-        Ok(Inventory::new(&self.config(), &*devices::reference())?)
+        Ok(Inventory::new(&self.config(), &*devices::reference())?.stored_as(self.format)?)
     }
 
     /// Makes the weights in memory, with a bar on a terminal.
@@ -158,11 +177,11 @@ mod tests {
         assert_eq!(fields["num_hidden_layers"], 2);
         assert_eq!(fields["mlp_only_layers"], serde_json::json!([0, 1]));
         assert_eq!(fields["layer_types"], serde_json::json!(["a", "b"]));
-        let shape = Shape { name: "cut".into(), fields };
+        let shape = Shape { name: "cut".into(), fields, format: Format::Bf16 };
         assert_eq!(shape.inventory().unwrap().sizes.moe.unwrap().n_layers, 0);
         let mut fields = models::published_config("qwen3.6-35b-a3b").unwrap();
         keep_layers(text(&mut fields), 5);
-        let sizes = Shape { name: "cut".into(), fields }.inventory().unwrap().sizes;
+        let sizes = Shape { fields, ..shape }.inventory().unwrap().sizes;
         assert_eq!((sizes.n_layers, sizes.n_kv_layers()), (5, 1));
     }
 }

@@ -57,8 +57,8 @@ impl<'m> Writer<'m> {
         Ok(Writer { form, model })
     }
 
-    /// An answer that is a call of one of `tools`, or several. `lead` may stand in front.
-    pub(super) fn whole(&self, lead: &str, tools: &[&Value], parallel: bool) -> String {
+    /// An answer that is a call of one of `tools`, or several, or JSON of a schema instead. `lead` may stand in front.
+    pub(super) fn whole(&self, lead: &str, tools: &[&Value], parallel: bool, json: Option<&Value>) -> String {
         let more = match self.form {
             Form::Llama => "",
             _ if parallel => " (\"\\n\" call)*",
@@ -68,7 +68,13 @@ impl<'m> Writer<'m> {
             Form::Llama => "behind".to_owned(),
             _ => format!("{} behind", self.tag(OPENER)),
         };
-        format!("start: {lead}call{more}\ncall: {call}\n{}", self.behind(tools))
+        let rules = format!("call: {call}\n{}", self.behind(tools));
+        match json {
+            None => format!("start: {lead}call{more}\n{rules}"),
+            Some(schema) => {
+                format!("start: {lead}(json | call{more})\njson: {}\n{rules}", json_rule(schema))
+            }
+        }
     }
 
     /// The opener of a call, and what must follow it.
@@ -105,13 +111,10 @@ impl<'m> Writer<'m> {
 
     /// The rules of one function.
     fn function(&self, i: usize, name: &str, parameters: &Value) -> String {
-        let nothing = json!({ "type": "object", "properties": {}, "additionalProperties": false });
-        let declares_none =
-            parameters["properties"] == json!({}) && parameters["additionalProperties"].is_null();
-        let schema = if parameters.is_object() && !declares_none { parameters } else { &nothing };
+        let schema = arguments_schema(parameters);
         let object = |arguments: &str| {
             let head = quoted(&format!("{{\"name\": {}, \"{arguments}\": ", Value::from(name)));
-            format!("f{i}: {head} a{i} \"}}\"\na{i}: {}\n", json_rule(schema))
+            format!("f{i}: {head} a{i} \"}}\"\na{i}: {}\n", json_rule(&schema))
         };
         let keys = || {
             let keys = schema["properties"].as_object().into_iter().flatten().map(|(key, _)| quoted(key));
@@ -159,7 +162,17 @@ impl<'m> Writer<'m> {
     }
 }
 
+/// The schema of a function's arguments, by the parameters that it declares; none are none.
+pub(super) fn arguments_schema(parameters: &Value) -> Value {
+    let declares_none = parameters["properties"] == json!({}) && parameters["additionalProperties"].is_null();
+    if parameters.is_object() && !declares_none {
+        parameters.clone()
+    } else {
+        json!({ "type": "object", "properties": {}, "additionalProperties": false })
+    }
+}
+
 /// A text as a grammar writes it.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }

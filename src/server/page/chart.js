@@ -1,4 +1,5 @@
-// Pictures of numbers: a line over the last two minutes, and a bar of parts. They know how to draw, and not what is drawn.
+// Pictures of numbers: a line over the last two minutes, a bar of parts, and columns of parts. They know how to draw, and not what
+// is drawn.
 
 import { element } from "./dom.js";
 import { short } from "./numbers.js";
@@ -26,12 +27,7 @@ export class Line {
     const plot = shape("svg", { viewBox: `0 0 ${SPAN} ${HEIGHT}`, preserveAspectRatio: "none" });
     plot.append(...grid, this.#area, this.#line);
     const times = ["2 min ago", "1 min ago", "now"].map((time) => element("span", {}, time));
-    container.setAttribute("role", "img");
-    container.append(
-      element("div", { class: "scale" }, ...this.#scale),
-      element("div", { class: "plot" }, plot),
-      element("div", { class: "times" }, ...times),
-    );
+    surround(container, this.#scale, plot, times);
   }
 
   /** Draws points `{ at, value }`, in seconds, oldest first, up to the second `now`. */
@@ -71,14 +67,56 @@ export class Parts {
     container.append(this.#bar, element("ul", { class: "legend" }, ...this.#parts.map(({ entry }) => entry)));
   }
 
-  /** Shows a size and a text for each part. */
+  /** Shows a size and a text for each part; a part without a text is none. */
   draw(sizes, texts) {
-    this.#parts.forEach(({ piece, figure }, index) => {
+    this.#parts.forEach(({ piece, figure, entry }, index) => {
+      entry.hidden = !texts[index];
       piece.style.flexGrow = sizes[index];
       piece.hidden = !(sizes[index] > 0);
       figure.textContent = texts[index];
     });
   }
+}
+
+/** Columns in `container`, one beside the other, each divided into the parts of a whole; `tones` from the bottom up. */
+export class Columns {
+  #container;
+  #name;
+  #tones;
+  #columns = element("div", { class: "columns" });
+  #ends = [element("span"), element("span")];
+
+  constructor(container, { name, tones }) {
+    [this.#container, this.#name, this.#tones] = [container, name, tones];
+    const scale = ["100 %", "50", "0"].map((value) => element("span", {}, value));
+    surround(container, scale, this.#columns, this.#ends);
+  }
+
+  /** Draws columns of `{ name, sizes, text }`; the text is shown to who points at one. */
+  draw(columns, summary) {
+    while (this.#columns.childElementCount > columns.length) this.#columns.lastChild.remove();
+    while (this.#columns.childElementCount < columns.length) {
+      const pieces = this.#tones.map((tone) => element("span", { "data-tone": tone }));
+      this.#columns.append(element("div", {}, ...pieces));
+    }
+    columns.forEach(({ sizes, text }, index) => {
+      const column = this.#columns.children[index];
+      column.title = text;
+      sizes.forEach((size, part) => (column.children[part].style.flexGrow = size));
+    });
+    [columns[0], columns.at(-1)].forEach((column, end) => (this.#ends[end].textContent = column?.name ?? ""));
+    this.#container.setAttribute("aria-label", `${this.#name}: ${summary}.`);
+  }
+}
+
+/** Puts a scale beside a plot, and words below it. */
+function surround(container, scale, plot, words) {
+  container.setAttribute("role", "img");
+  container.append(
+    element("div", { class: "scale" }, ...scale),
+    element("div", { class: "plot" }, plot),
+    element("div", { class: "below" }, ...words),
+  );
 }
 
 /** The next of 1, 2, 5, 10, 20, 50 ... */

@@ -1,7 +1,7 @@
 // The dashboard: what `/v1/stats` says, once a second while somebody looks, and the sliders that divide device memory.
 // Rates are differences of sums over this page's clock.
 
-import { Line, Parts, SPAN } from "./chart.js";
+import { Columns, Line, Parts, SPAN } from "./chart.js";
 import { byId } from "./dom.js";
 import { bytes, count, duration, share, short } from "./numbers.js";
 import { ServerError, get, post } from "./server.js";
@@ -17,6 +17,7 @@ const MOST_GROWTH = 4;
 const SUMS = ["decoded_tokens", "prefilled_tokens", "cached_tokens"];
 const EXPERT_SUMS = ["hits", "fetched", "in_place", "on_host", "streamed"];
 const ROUTED = ["hits", "fetched", "in_place", "on_host"];
+const PLACES = ["hits", "fetched", "read in place", "on the CPU"];
 
 /** What was read in the last two minutes, as `{ at, stats }`, oldest first. */
 let samples = [];
@@ -28,6 +29,7 @@ let isHeld = false;
 let resting = 0;
 let mostKvTokens = 0;
 let lines;
+let layers;
 let parts;
 
 /** Wires the view. */
@@ -38,6 +40,7 @@ export function begin() {
     prefill: new Line(one("chart", "prefill"), { name: "Prefill", unit: "tok/s" }),
     hits: new Line(one("chart", "hits"), { name: "Hits", unit: "%", top: 100 }),
   };
+  layers = new Columns(one("chart", "layers"), { name: "Experts by layer", tones: ["hit", "fetch", "place", "host"] });
   parts = {
     prefix: new Parts(one("parts", "prefix"), [["hit", "tokens found in the cache"], ["rest", "tokens computed"]]),
     kv: new Parts(one("parts", "kv"), [
@@ -51,7 +54,7 @@ export function begin() {
       ["place", "read in place, over the link"],
       ["host", "computed on the CPU"],
     ]),
-    memory: new Parts(one("parts", "memory"), [["hit", "expert slots"], ["fetch", "key-value cache"]]),
+    memory: new Parts(one("parts", "memory"), [["hit", "expert slots"], ["fetch", "key-value cache"], ["place", "states of running requests"]]),
   };
   for (const slider of sliders()) {
     slider.addEventListener("input", () => {
@@ -146,25 +149,43 @@ function show(stats, now) {
     "kv-tokens": count(cache.kv_tokens),
   });
   for (const card of document.querySelectorAll(".experts")) card.hidden = !cache.experts;
-  if (cache.experts) showExperts(cache.experts, now);
+  if (cache.experts) showExperts(stats, now);
   showMemory(cache);
 }
 
-function showExperts(experts, now) {
-  const recent = samples.find((sample) => now - sample.at <= NOW_SECONDS).stats.cache.experts;
-  const since = ROUTED.map((name) => experts[name] - recent[name]);
-  const isDecoding = since.some((number) => number > 0);
-  const routed = isDecoding ? since : ROUTED.map((name) => experts[name]);
-  const all = routed.reduce((sum, number) => sum + number, 0);
-  parts.experts.draw(routed, routed.map((number) => share(number, all)));
+function showExperts({ cache: { experts }, layers: ofLayers }, now) {
+  const { cache, layers: before } = samples.find((sample) => now - sample.at <= NOW_SECONDS).stats;
+  const isDecoding = ROUTED.some((name) => experts[name] > cache.experts[name]);
+  const span = isDecoding ? `in the last ${NOW_SECONDS} seconds` : "since the start";
+  const routed = (places, earlier) => ROUTED.map((name) => places[name] - (isDecoding ? earlier[name] : 0));
+  const shares = sharesOf(routed(experts, cache.experts));
+  parts.experts.draw(routed(experts, cache.experts), shares);
   const crossed = rates(({ cache: { experts: e } }) => (e.fetched + e.in_place + e.streamed) * e.record_bytes);
   lines.hits.draw(hitRates(), now);
   figures({
-    "hit-rate": share(routed[0], all),
-    "hit-span": isDecoding ? `in the last ${NOW_SECONDS} seconds` : "since the start",
+    "hit-rate": shares[0],
+    "hit-span": span,
     "link-rate": bytes(crossed.at(-1)?.value ?? 0),
+    layers: showLayers(ofLayers.map((places, layer) => routed(places, before[layer])), span),
   });
 }
+
+/** Draws what each layer routed, and says it in a line. */
+function showLayers(ofLayers, span) {
+  const drawn = ofLayers.map((sizes, layer) => {
+    const words = sharesOf(sizes).map((share, place) => `${share} ${PLACES[place]}`);
+    return { name: `layer ${layer}`, sizes, hits: sizes[0] / sum(sizes), text: `Layer ${layer}: ${words.join(", ")}` };
+  });
+  const byHits = drawn.filter(({ hits }) => hits >= 0).sort((one, other) => one.hits - other.hits);
+  const ends = byHits.length > 0 ? [byHits[0], byHits.at(-1)] : [];
+  const told = ends.map(({ name, hits }) => `${share(hits, 1)} hits in ${name}`);
+  const line = ends.length > 0 ? `from ${told.join(" to ")}, ${span}` : "nothing was decoded yet";
+  layers.draw(drawn, line);
+  return line;
+}
+
+const sharesOf = (sizes) => sizes.map((size) => share(size, sum(sizes)));
+const sum = (numbers) => numbers.reduce((all, number) => all + number, 0);
 
 /** What a sum grew by in a second, between each two samples. */
 function rates(sumOf) {
@@ -178,9 +199,8 @@ function rates(sumOf) {
 function hitRates() {
   return samples.slice(1).flatMap(({ at, stats }, index) => {
     const before = samples[index].stats.cache.experts;
-    const [hits, ...misses] = ROUTED.map((name) => stats.cache.experts[name] - before[name]);
-    const all = misses.reduce((sum, number) => sum + number, hits);
-    return all > 0 ? [{ at, value: (100 * hits) / all }] : [];
+    const routed = ROUTED.map((name) => stats.cache.experts[name] - before[name]);
+    return sum(routed) > 0 ? [{ at, value: (100 * routed[0]) / sum(routed) }] : [];
   });
 }
 
@@ -197,12 +217,12 @@ function figures(texts) {
 const sliders = () => [byId("expert-slots"), byId("kv-tokens")];
 
 function showMemory(cache) {
-  const { experts, kv_tokens: kvTokens, kv_token_bytes: tokenBytes } = cache;
-  const sizes = [experts ? experts.n_slots * experts.record_bytes : 0, kvTokens * tokenBytes];
+  const { experts, kv_tokens: kvTokens, kv_token_bytes: tokenBytes, state_bytes: stateBytes } = cache;
+  const sizes = [experts ? experts.n_slots * experts.record_bytes : 0, kvTokens * tokenBytes, stateBytes];
   const bar = document.querySelector("[data-parts=memory]");
   // Not every server says how many bytes a token takes.
   bar.hidden = !tokenBytes;
-  if (tokenBytes) parts.memory.draw(sizes, sizes.map(bytes));
+  if (tokenBytes) parts.memory.draw(sizes, sizes.map((size) => size > 0 && bytes(size)));
   if (isHeld) return;
   const most = tokenBytes && experts ? Math.floor((sizes[0] + sizes[1]) / tokenBytes) : MOST_GROWTH * kvTokens;
   mostKvTokens = Math.max(mostKvTokens, most);

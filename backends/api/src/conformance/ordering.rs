@@ -6,16 +6,17 @@ use std::sync::Arc;
 use super::Failure;
 use crate::{
     Activation, Backend, Embed, EmbedParams, Format, Lane, MatMul, MatMulParams, Matrix, NoRoutePoints, Op,
-    Stage, View, Weight,
+    Stage, View, ViewCopy, Weight,
 };
 
 type Check = fn(&dyn Backend) -> Result<f64, Failure>;
 
 /// The checks, by name.
-pub(super) const CHECKS: [(&str, Check); 3] = [
+pub(super) const CHECKS: [(&str, Check); 4] = [
     ("order/chain of dependent ops", chain),
     ("order/writes between replays", writes_between_replays),
     ("order/uploads behind events", uploads_behind_events),
+    ("order/copies between replays", copies_between_replays),
 ];
 
 const WIDTH: usize = 64;
@@ -126,6 +127,35 @@ fn uploads_behind_events(device: &dyn Backend) -> Result<f64, Failure> {
         device.run(std::slice::from_ref(&lookup))?;
         expect(&read(device, &out)?, &values(start), "lookup")?;
         device.wait(arrived)?;
+        if !device.reached(arrived)? {
+            return Err(Failure::Wrong("an event that was awaited is not reached".into()));
+        }
     }
+    Ok(0.0)
+}
+
+/// What a chain leaves is put aside, and brought back behind more replays. Nobody waits in between.
+fn copies_between_replays(device: &dyn Backend) -> Result<f64, Failure> {
+    let (a, ops) = rotate_chain(device)?;
+    let mut program = device.record(&[Stage::Ops(ops)], std::slice::from_ref(&a))?;
+    let shelf = device.alloc(3 * WIDTH * 4)?.whole();
+    device.write(&shelf, bytemuck::cast_slice(&[values(90), values(91), values(92)].concat()))?;
+    let place = shelf.slice(WIDTH * 4..2 * WIDTH * 4);
+    for start in 0..20 {
+        device.write(&a, bytemuck::cast_slice(&values(start)))?;
+        let parts = [0..WIDTH, WIDTH..4 * WIDTH]
+            .map(|part| ViewCopy { src: a.slice(part.clone()), dst: place.slice(part) });
+        device.copy(&parts)?;
+        program.replay(&mut NoRoutePoints)?;
+        device.copy(&[ViewCopy { src: place.clone(), dst: a.clone() }])?;
+        expect(&read(device, &a)?, &values(start), "a copy brought back")?;
+        program.replay(&mut NoRoutePoints)?;
+        expect(program.output(0), &rotated(values(start), CHAIN), "replay behind a copy")?;
+    }
+    let mut around = vec![0; 3 * WIDTH];
+    device.read(&shelf, bytemuck::cast_slice_mut(&mut around))?;
+    expect(&around[..WIDTH], &values(90), "before a copy")?;
+    expect(&around[2 * WIDTH..], &values(92), "behind a copy")?;
+    device.copy(&[])?;
     Ok(0.0)
 }

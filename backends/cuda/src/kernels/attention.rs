@@ -23,25 +23,24 @@ pub(super) fn launches(
     }
     let p = &op.p;
     let vectors = [&op.out, &op.q, &op.kv.view].into_iter().all(is_aligned);
-    if p.n_rows <= MAX_DECODE_ROWS && vectors && matches!(p.head_dim, 64 | 128 | 256) {
+    let is_usual = vectors && matches!(p.head_dim, 32 | 64 | 128 | 256);
+    if p.n_rows <= MAX_DECODE_ROWS && is_usual {
         return Ok(decode(op, card));
     }
     let mut args = args(op);
-    if p.n_rows > MAX_DECODE_ROWS
-        && precision == Precision::Auto
-        && op.kv.format == Format::Bf16
-        && vectors
-        && matches!(p.head_dim, 64 | 128 | 256)
+    if p.n_rows > MAX_DECODE_ROWS && precision == Precision::Auto && op.kv.format == Format::Bf16 && is_usual
     {
         // Tokens of a stage; wide heads have their queries beside the stages.
         let (kernel, tokens, query_rows) = match p.head_dim {
+            32 => ("attention_prefill_d32", 32, 0),
             64 => ("attention_prefill_d64", 64, 0),
             128 => ("attention_prefill_d128", 64, 0),
             _ => ("attention_prefill_d256", 32, TILE_ROWS),
         };
         let grid = [p.n_heads, p.n_rows.div_ceil(TILE_ROWS), 1];
-        // Keys and values of two stages.
-        let shared_bytes = (2 * 2 * tokens + query_rows) * p.head_dim * 2;
+        // Keys and values of two stages, and in their place the result, in rows of f32 with some room between.
+        let stages = (2 * 2 * tokens + query_rows) * p.head_dim * 2;
+        let shared_bytes = stages.max(TILE_ROWS * (p.head_dim + 8) * 4);
         return Ok((vec![Launch { shared_bytes, ..launch(kernel, grid, 128, args) }], 0));
     }
     args.push(format(op.kv.format));
@@ -73,9 +72,11 @@ fn decode(op: &Attention, card: &CardFacts) -> (Vec<Launch>, usize) {
     let group = p.n_heads / p.n_kv_heads;
     let bf16 = op.kv.format == Format::Bf16;
     let (kernel, heads) = match (bf16, p.head_dim, group) {
+        (false, 32, _) => ("attention_decode_f32_d32_h4", 4),
         (false, 64, _) => ("attention_decode_f32_d64_h4", 4),
         (false, 128, _) => ("attention_decode_f32_d128_h4", 4),
         (false, _, _) => ("attention_decode_f32_d256_h4", 4),
+        (true, 32, _) => ("attention_decode_bf16_d32_h4", 4),
         (true, 64, 1) => ("attention_decode_bf16_d64_h1", 1),
         (true, 64, 2..=4) => ("attention_decode_bf16_d64_h4", 4),
         (true, 64, _) => ("attention_decode_bf16_d64_h8", 8),
