@@ -1,11 +1,11 @@
 // Four rows of a weight without scales times one row of x, or two: 8 columns a thread. Linked in front of an op that gives `norm_four`,
 // NORM and SPLIT: whether the threads of a workgroup share the columns, or those of a team.
 
-// What four rows add up to with the first row of x, with the second, and the squares of the first.
+// What four rows add up to with the first row of x and with the second, and the squares of both.
 struct Sums {
     first: vec4<f32>,
     second: vec4<f32>,
-    squares: f32,
+    squares: vec2<f32>,
 }
 
 // What lies at the same 8 columns of the rows.
@@ -39,26 +39,45 @@ fn products(step: Step, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
     );
 }
 
+fn squares(low: vec4<f32>, high: vec4<f32>) -> f32 {
+    return select(dot(low, low) + dot(high, high), 0.0, NORM == NONE);
+}
+
 // What columns 8 i .. 8 i + 8 add.
 fn add(sums: ptr<function, Sums>, step: Step, x_rows: vec2<u32>, two: bool, i: u32) {
+    let norm_low = norm_four(2u * i);
+    let norm_high = norm_four(2u * i + 1u);
     var low = x[x_rows.x + 2u * i];
     var high = x[x_rows.x + 2u * i + 1u];
-    if NORM != NONE {
-        (*sums).squares += dot(low, low) + dot(high, high);
-        low *= norm_four(2u * i);
-        high *= norm_four(2u * i + 1u);
-    }
-    (*sums).first += products(step, low, high);
+    (*sums).squares.x += squares(low, high);
+    (*sums).first += products(step, low * norm_low, high * norm_high);
     if two {
-        (*sums).second += products(step, x[x_rows.y + 2u * i], x[x_rows.y + 2u * i + 1u]);
+        low = x[x_rows.y + 2u * i];
+        high = x[x_rows.y + 2u * i + 1u];
+        (*sums).squares.y += squares(low, high);
+        (*sums).second += products(step, low * norm_low, high * norm_high);
     }
 }
 
+// Of workgroups of 256 threads at most, in teams of 4 at least.
+var<workgroup> sums_of_teams: array<vec4<f32>, 64>;
+
+// The sum over all who share the columns, for all of them.
 fn crew_sum(at: Invocation, v: vec4<f32>) -> vec4<f32> {
-    if SPLIT {
-        return vec4(workgroup_sum(at, v.x), workgroup_sum(at, v.y), workgroup_sum(at, v.z), workgroup_sum(at, v.w));
+    let own = team_sum(at, v);
+    if !SPLIT {
+        return own;
     }
-    return team_sum(at, v);
+    workgroupBarrier();
+    if lane_of(at) == 0u {
+        sums_of_teams[team_of(at)] = own;
+    }
+    workgroupBarrier();
+    var sum = vec4(0.0);
+    for (var i = 0u; i < teams_of(at); i++) {
+        sum += sums_of_teams[i];
+    }
+    return sum;
 }
 
 // The sums for all who share the columns; `x_rows` says at which vec4s the rows of x start. All threads of the workgroup call it together.
@@ -80,7 +99,7 @@ fn four_rows(at: Invocation, rows: Four, x_rows: vec2<u32>, two: bool) -> Sums {
         sums.second = crew_sum(at, sums.second);
     }
     if NORM != NONE {
-        sums.squares = crew_sum(at, vec4(sums.squares, 0.0, 0.0, 0.0)).x;
+        sums.squares = crew_sum(at, vec4(sums.squares, 0.0, 0.0)).xy;
     }
     return sums;
 }

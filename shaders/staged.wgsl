@@ -9,11 +9,11 @@ const TILE_VECS: u32 = 512u;
 // With room between the vec4s that one vec4 of codes meets.
 var<workgroup> tile: array<vec4<f32>, TILE_VECS + 16u>;
 
-// What four rows add up to with the first row of x, with the second, and the squares of the first.
+// What four rows add up to with the first row of x and with the second, and the squares of both.
 struct Sums {
     first: vec4<f32>,
     second: vec4<f32>,
-    squares: f32,
+    squares: vec2<f32>,
 }
 
 // How x lies in the tile.
@@ -34,23 +34,24 @@ fn tile_of(two: bool) -> Tile {
     return Tile(codes, codes + 1u, (codes + 1u) * depth());
 }
 
-// Brings the tile that starts at a vec4 of codes, times the norm; the squares that this thread met. All threads of the workgroup call it
-// together.
-fn stage(at: Invocation, t: Tile, x_rows: vec2<u32>, two: bool, first: u32) -> f32 {
+// Brings vec4 `v` of a row of x, times the norm, to its place in the tile; its squares.
+fn stage_vec(v: u32, start: u32, row: u32, to: u32) -> f32 {
+    let columns = x[row + start + v];
+    tile[to] = columns * norm_four(start + v);
+    return select(dot(columns, columns), 0.0, NORM == NONE);
+}
+
+// Brings the tile that starts at a vec4 of codes; the squares that this thread met. All threads of the workgroup call it together.
+fn stage(at: Invocation, t: Tile, x_rows: vec2<u32>, two: bool, first: u32) -> vec2<f32> {
     let start = first * depth();
     let n = min(t.codes * depth(), p.in_features / 4u - start);
-    var squares = 0.0;
+    var squares = vec2(0.0);
     workgroupBarrier();
     for (var v = at.thread; v < n; v += WORKGROUP) {
         let to = v % depth() * t.stride + v / depth();
-        var columns = x[x_rows.x + start + v];
-        if NORM != NONE {
-            squares += dot(columns, columns);
-            columns *= norm_four(start + v);
-        }
-        tile[to] = columns;
+        squares.x += stage_vec(v, start, x_rows.x, to);
         if two {
-            tile[to + t.second] = x[x_rows.y + start + v];
+            squares.y += stage_vec(v, start, x_rows.y, to + t.second);
         }
     }
     workgroupBarrier();
@@ -140,21 +141,17 @@ fn four_rows(at: Invocation, rows: Four, x_rows: vec2<u32>, two: bool) -> Sums {
     var sums: Sums;
     for (var first = 0u; first < n; first += t.codes) {
         let end = min(first + t.codes, n);
-        var i = first + lane_of(at);
-        // Two steps at a time, the first ones on their way before x is.
-        var now = load(rows, min(i, n - 1u));
-        var next = load(rows, min(i + lanes, n - 1u));
+        let begin = first + lane_of(at);
+        // What comes next is on its way while what is there meets x, and the first before x is there. More at a time takes so many
+        // registers that fewer workgroups fit.
+        var next = load(rows, min(begin, n - 1u));
         sums.squares += stage(at, t, x_rows, two, first);
-        while i < end {
-            add(&sums, rows, now, i - first, t, two);
+        for (var i = begin; i < end; i += lanes) {
+            let now = next;
             if i + lanes < end {
-                add(&sums, rows, next, i + lanes - first, t, two);
+                next = load(rows, i + lanes);
             }
-            i += 2u * lanes;
-            if i < end {
-                now = load(rows, i);
-                next = load(rows, min(i + lanes, n - 1u));
-            }
+            add(&sums, rows, now, i - first, t, two);
         }
     }
     sums.first = team_sum(at, sums.first);
@@ -162,7 +159,10 @@ fn four_rows(at: Invocation, rows: Four, x_rows: vec2<u32>, two: bool) -> Sums {
         sums.second = team_sum(at, sums.second);
     }
     if NORM != NONE {
-        sums.squares = workgroup_sum(at, sums.squares);
+        sums.squares.x = workgroup_sum(at, sums.squares.x);
+        if two {
+            sums.squares.y = workgroup_sum(at, sums.squares.y);
+        }
     }
     return sums;
 }

@@ -25,11 +25,6 @@ fn team_sum(at: Invocation, v: vec4<f32>) -> vec4<f32> {
     return subgroupAdd(v);
 }
 
-// The same of a single number.
-fn team_total(at: Invocation, v: f32) -> f32 {
-    return subgroupAdd(v);
-}
-
 // The sum of `v` over the workgroup, for all of it.
 fn workgroup_sum(at: Invocation, v: f32) -> f32 {
     let sum = subgroupAdd(v);

@@ -29,11 +29,6 @@ fn team_sum(at: Invocation, v: vec4<f32>) -> vec4<f32> {
     return total;
 }
 
-// The same of a single number.
-fn team_total(at: Invocation, v: f32) -> f32 {
-    return team_sum(at, vec4(v, 0.0, 0.0, 0.0)).x;
-}
-
 // The sum of `v` over the workgroup, for all of it.
 fn workgroup_sum(at: Invocation, v: f32) -> f32 {
     let sum = team_sum(at, vec4(v, 0.0, 0.0, 0.0));

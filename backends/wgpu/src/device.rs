@@ -457,3 +457,60 @@ impl Backend for Wgpu {
         Ok(Box::new(program))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Opens each adapter of this machine in turn.
+    fn each(test: impl Fn(&dyn Fn() -> Wgpu)) {
+        for facts in adapter::adapters().iter().filter(|facts| facts.refusal.is_none()) {
+            test(&|| Wgpu::open(&Select::Index(facts.index), &Options::new(Precision::F32)).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_lost_device_is_an_error_of_every_call_and_its_adapter_opens_again() {
+        each(|open| {
+            let device = open();
+            let memory = device.alloc(1 << 20).unwrap().whole();
+            device.write(&memory, &vec![1; 1 << 20]).unwrap();
+            device.event(Lane::Compute).and_then(|event| device.wait(event)).unwrap();
+            device.gpu().device.destroy();
+            // What has happened is heard of when somebody asks.
+            _ = device.gpu().device.poll(wgpu::PollType::Poll);
+            let calls: [(&str, &mut dyn FnMut() -> Result<()>); 7] = [
+                ("wait", &mut || device.event(Lane::Compute).and_then(|event| device.wait(event))),
+                ("run", &mut || device.run(&[])),
+                ("alloc", &mut || device.alloc(256).map(drop)),
+                ("read", &mut || device.read(&memory, &mut [0; 256])),
+                ("write", &mut || device.write(&memory, &[1; 256])),
+                ("large write", &mut || device.write(&memory, &vec![1; 1 << 20])),
+                ("time", &mut || device.time_read(&memory).map(drop)),
+            ];
+            for (name, call) in calls {
+                let result = call();
+                assert!(matches!(result, Err(Error::DeviceLost { .. })), "{name}: {result:?}");
+            }
+            let device = open();
+            let memory = device.alloc(4).unwrap().whole();
+            device.write(&memory, &[7; 4]).unwrap();
+            let mut bytes = [0; 4];
+            device.read(&memory, &mut bytes).unwrap();
+            assert_eq!(bytes, [7; 4]);
+        });
+    }
+
+    #[test]
+    fn more_memory_than_a_buffer_holds_is_refused_and_the_device_goes_on() {
+        each(|open| {
+            let device = open();
+            let error = device.alloc(1 << 50).unwrap_err().to_string();
+            assert!(
+                error.contains("a buffer holds at most") && error.contains("1125899906842624"),
+                "{error}"
+            );
+            device.alloc(256).unwrap();
+        });
+    }
+}

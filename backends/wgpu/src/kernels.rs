@@ -134,7 +134,7 @@ kernels! {
     }
     MATMUL_FEW = "matmul_few" [Format, Team, Matmul, Rows] writes 1 reads 7 params 15 {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
-        ACCUMULATE: FLAG, QUADS: &[1, 2, 4], OUTPUTS: &[16],
+        ACCUMULATE: FLAG, QUADS: &[2, 4], OUTPUTS: &[16],
     }
     MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows] writes 1 reads 7 params 15 {
         FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,

@@ -4,7 +4,7 @@
 use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, wide_cols},
+    matmul::{FEW_ROWS, THREADS, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -18,10 +18,8 @@ use crate::{
 
 /// Routes whose ids every workgroup can search for those of its expert.
 const SEARCHED_ROUTES: u32 = 256;
-/// Routes of an expert, on the average, up to which weights are read once for every four.
+/// Routes of an expert, on the average, up to which weights are read once for every two.
 const FEW_ROUTES: u32 = 16;
-/// Threads of a workgroup then: few, so that none waits for many.
-const FEW_THREADS: u32 = 64;
 /// Routes of a tile in that case.
 const FEW_TILE: u32 = 16;
 /// Routes and outputs of a tile where there are more.
@@ -100,10 +98,10 @@ impl Walk {
         let n_routes = op.p.n_rows * op.p.top_k;
         let ids = recorder.words(&op.ids, n_routes as usize);
         let few = |walk: u32, routes: Slot, routes_at: u32, n: u32| {
-            let outputs = recorder.gpu.max_teams(FEW_THREADS);
+            let outputs = recorder.gpu.max_teams(THREADS);
             Walk {
                 kernel: &EXPERT_MLP_FEW,
-                constants: vec![("WORKGROUP", FEW_THREADS), ("WALK", walk)],
+                constants: vec![("WORKGROUP", THREADS), ("WALK", walk)],
                 routes,
                 routes_at,
                 n,

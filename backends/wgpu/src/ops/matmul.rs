@@ -1,5 +1,6 @@
-//! See [`freetoken_backend::MatMul`]: one row or a few read each weight once, many are computed in tiles. A matrix in several pieces,
-//! or larger than a binding, takes a dispatch for each run of rows that can be bound at once; then a GLU's up rows come first.
+//! See [`freetoken_backend::MatMul`]: one row or a few read each weight once from memory, many are computed in tiles. A matrix in
+//! several pieces, or larger than a binding, takes a dispatch for each run of rows that can be bound at once; then a GLU's up rows come
+//! first.
 
 use std::ops::Range;
 
@@ -14,10 +15,12 @@ use crate::{
 
 /// Rows of a batch that are computed without tiles.
 pub(super) const FEW_ROWS: usize = 16;
+/// Rows of which each two meet a weight at a time: more are quicker in fours, however few columns a thread has of them then.
+const PAIRED_ROWS: usize = 4;
 /// Threads of a workgroup whose teams work apart.
 pub(super) const THREADS: u32 = 128;
-/// Outputs of a single row below which a workgroup shares the columns of each four rows.
-const FEW_OUTPUTS: usize = 16384;
+/// Outputs of a row below which a workgroup shares the columns of each four rows.
+const FEW_OUTPUTS: usize = 8192;
 /// Rows and outputs of a tile.
 const TILE: u32 = 64;
 
@@ -177,13 +180,13 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
     let per_glu = if glu == Glu::Together { 2 } else { 1 };
     let rows = outputs.len();
     let (kernel, workgroups) = match n {
-        1 if wide => {
+        1..=PAIRED_ROWS if wide => {
             let split = rows < FEW_OUTPUTS && format.group().is_none() && recorder.gpu.is_parallel;
             let outputs = if split { 4 } else { teams * 4 } / per_glu;
             constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("SPLIT", split as u32)]);
             (&MATMUL_GEMV, recorder.grid(rows.div_ceil(outputs as usize)))
         }
-        2..=FEW_ROWS if wide => {
+        _ if wide && n <= FEW_ROWS => {
             let outputs = teams * 4 / per_glu;
             let quads = p.n_rows.div_ceil(4).next_power_of_two();
             constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("QUADS", quads)]);
