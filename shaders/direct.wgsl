@@ -1,42 +1,105 @@
-// Two rows of a weight without scales times one row of x: 8 columns a lane. Linked in front of an op that gives `x_first`, `norm_four`
-// and NORM.
+// Four rows of a weight without scales times one row of x, or two: 8 columns a thread. Linked in front of an op that gives `norm_four`,
+// NORM and SPLIT: whether the threads of a workgroup share the columns, or those of a team.
 
-// What columns 8 i .. 8 i + 8 add to both rows and to the squares of x; nothing where they are not inside.
-fn products(a: Eight, b: Eight, i: u32, inside: bool) -> vec4<f32> {
-    var low = x[x_first + 2u * i];
-    var high = x[x_first + 2u * i + 1u];
-    var squares = 0.0;
-    if NORM != NONE {
-        squares = dot(low, low) + dot(high, high);
-        low *= norm_four(2u * i);
-        high *= norm_four(2u * i + 1u);
-    }
-    let sums = vec4(dot(low, a.low) + dot(high, a.high), dot(low, b.low) + dot(high, b.high), squares, 0.0);
-    return select(vec4(0.0), sums, inside);
+// What four rows add up to with the first row of x and with the second, and the squares of both.
+struct Sums {
+    first: vec4<f32>,
+    second: vec4<f32>,
+    squares: vec2<f32>,
 }
 
-// The sums of rows `a` and `b`, and of the squares of x, for all of the team.
-fn two_rows(at: Invocation, a: Row, b: Row) -> vec4<f32> {
-    // Four steps at a time keep eight loads on their way; steps behind the last column load it again and add nothing.
-    let n = p.in_features / 8u;
-    let lanes = lanes_of(at);
-    var sums = vec4(0.0);
-    for (var i = lane_of(at); i < n; i += 4u * lanes) {
-        let i_1 = min(i + lanes, n - 1u);
-        let i_2 = min(i + 2u * lanes, n - 1u);
-        let i_3 = min(i + 3u * lanes, n - 1u);
-        let a_0 = eight(a, 8u * i);
-        let b_0 = eight(b, 8u * i);
-        let a_1 = eight(a, 8u * i_1);
-        let b_1 = eight(b, 8u * i_1);
-        let a_2 = eight(a, 8u * i_2);
-        let b_2 = eight(b, 8u * i_2);
-        let a_3 = eight(a, 8u * i_3);
-        let b_3 = eight(b, 8u * i_3);
-        sums += products(a_0, b_0, i, true);
-        sums += products(a_1, b_1, i_1, i + lanes < n);
-        sums += products(a_2, b_2, i_2, i + 2u * lanes < n);
-        sums += products(a_3, b_3, i_3, i + 3u * lanes < n);
+// What lies at the same 8 columns of the rows.
+struct Step {
+    a: Two,
+    b: Two,
+    c: Two,
+    d: Two,
+}
+
+fn load(rows: Four, i: u32) -> Step {
+    return Step(
+        stored_eight(rows.a, 8u * i),
+        stored_eight(rows.b, 8u * i),
+        stored_eight(rows.c, 8u * i),
+        stored_eight(rows.d, 8u * i),
+    );
+}
+
+fn product(v: Two, low: vec4<f32>, high: vec4<f32>) -> f32 {
+    let w = decode_eight(v);
+    return dot(low, w.low) + dot(high, w.high);
+}
+
+fn products(step: Step, low: vec4<f32>, high: vec4<f32>) -> vec4<f32> {
+    return vec4(
+        product(step.a, low, high),
+        product(step.b, low, high),
+        product(step.c, low, high),
+        product(step.d, low, high),
+    );
+}
+
+fn squares(low: vec4<f32>, high: vec4<f32>) -> f32 {
+    return select(dot(low, low) + dot(high, high), 0.0, NORM == NONE);
+}
+
+// What columns 8 i .. 8 i + 8 add.
+fn add(sums: ptr<function, Sums>, step: Step, x_rows: vec2<u32>, two: bool, i: u32) {
+    let norm_low = norm_four(2u * i);
+    let norm_high = norm_four(2u * i + 1u);
+    var low = x[x_rows.x + 2u * i];
+    var high = x[x_rows.x + 2u * i + 1u];
+    (*sums).squares.x += squares(low, high);
+    (*sums).first += products(step, low * norm_low, high * norm_high);
+    if two {
+        low = x[x_rows.y + 2u * i];
+        high = x[x_rows.y + 2u * i + 1u];
+        (*sums).squares.y += squares(low, high);
+        (*sums).second += products(step, low * norm_low, high * norm_high);
     }
-    return team_sum(at, sums);
+}
+
+// Of workgroups of 256 threads at most, in teams of 4 at least.
+var<workgroup> sums_of_teams: array<vec4<f32>, 64>;
+
+// The sum over all who share the columns, for all of them.
+fn crew_sum(at: Invocation, v: vec4<f32>) -> vec4<f32> {
+    let own = team_sum(at, v);
+    if !SPLIT {
+        return own;
+    }
+    workgroupBarrier();
+    if lane_of(at) == 0u {
+        sums_of_teams[team_of(at)] = own;
+    }
+    workgroupBarrier();
+    var sum = vec4(0.0);
+    for (var i = 0u; i < teams_of(at); i++) {
+        sum += sums_of_teams[i];
+    }
+    return sum;
+}
+
+// The sums for all who share the columns; `x_rows` says at which vec4s the rows of x start. All threads of the workgroup call it together.
+fn four_rows(at: Invocation, rows: Four, x_rows: vec2<u32>, two: bool) -> Sums {
+    // Two steps at a time keep eight loads on their way.
+    let n = p.in_features / 8u;
+    let threads = select(lanes_of(at), WORKGROUP, SPLIT);
+    var sums: Sums;
+    for (var i = select(lane_of(at), at.thread, SPLIT); i < n; i += 2u * threads) {
+        let now = load(rows, i);
+        let next = load(rows, min(i + threads, n - 1u));
+        add(&sums, now, x_rows, two, i);
+        if i + threads < n {
+            add(&sums, next, x_rows, two, i + threads);
+        }
+    }
+    sums.first = crew_sum(at, sums.first);
+    if two {
+        sums.second = crew_sum(at, sums.second);
+    }
+    if NORM != NONE {
+        sums.squares = crew_sum(at, vec4(sums.squares, 0.0, 0.0)).xy;
+    }
+    return sums;
 }

@@ -1,15 +1,19 @@
 // One half of the routed experts where an expert has few routes: inner[route] = silu(gate . x) * (up . x), then, with DOWN,
 // parts[route] = weight[route] * down . inner[route].
 //
-// Records as in expert_mlp_gemv. A workgroup computes OUTPUTS outputs of one expert for up to MAX_ROUTES routes. With GROUPED the
-// routes come sorted by expert in tiles, `routes` as expert_mlp_group leaves it; else `routes` is ids, the first route that
-// chose the expert leads and takes all that did, and the workgroups of the others leave. A team computes four outputs of
-// down, or two of gate and up, 4 columns a lane, as products of 4 x 4 matrices, and reads each weight once for every four
-// routes. Experts outside of the window of chunks are left to other dispatches. Bound by the bytes of the experts.
+// A record lies in slot `table[layer, expert]` of the pool: gate, up and down, row-major; rows are wide. A workgroup computes OUTPUTS
+// outputs of one expert for its routes. Where there is one row, each route has an expert of its own, and `routes` is ids. Else routes are
+// SEARCHED: `routes` is ids, the first route that chose the expert leads and takes all that did, and the workgroups of the others leave. Or
+// they are SORTED by expert in tiles, as expert_mlp_group leaves them. A team computes four outputs of down, or two of gate and up, and
+// reads each weight once for every two routes. Experts outside of the window of chunks are left to other dispatches. Bound by the bytes of
+// the experts; of 4-bit codes by what it takes to decode them.
 
 override DOWN: bool = false;
-override GROUPED: bool = false;
+override WALK: u32 = 0u;
 override OUTPUTS: u32 = 32u;
+
+const SEARCHED: u32 = 1u;
+const SORTED: u32 = 2u;
 
 // Routes of a batch whose ids are searched, at most.
 const MAX_ROUTES: u32 = 256u;
@@ -19,7 +23,16 @@ const MAX_ROUTES: u32 = 256u;
 var<workgroup> n_before: atomic<u32>;
 var<workgroup> n_matching: atomic<u32>;
 var<workgroup> n_matched: vec2<u32>;
-var<workgroup> matched: array<u32, MAX_ROUTES>;
+var<workgroup> matched: array<u32, select(1u, MAX_ROUTES, WALK == SEARCHED)>;
+
+// x comes normed.
+const NORM: u32 = NONE;
+// There are many rows.
+const SPLIT: bool = false;
+
+fn norm_four(v: u32) -> vec4<f32> {
+    return vec4(1.0);
+}
 
 // Collects the routes that chose an expert; how many there are, or none where another route leads.
 fn collect(thread: u32, route: u32, expert: u32) -> u32 {
@@ -45,11 +58,12 @@ fn collect(thread: u32, route: u32, expert: u32) -> u32 {
     return select(counts.y, 0u, counts.x > 0u);
 }
 
-fn route_at(place: u32) -> u32 {
-    if !GROUPED {
-        return matched[place];
+fn route_at(workgroup: vec3<u32>, place: u32) -> u32 {
+    switch WALK {
+        case SEARCHED: { return matched[place]; }
+        case SORTED: { return routes[1u + 3u * p.routes_at + place]; }
+        default: { return workgroup.y; }
     }
-    return routes[1u + 3u * p.routes_at + place];
 }
 
 // vec4 of x at which a route's row starts.
@@ -61,8 +75,10 @@ fn finish(route: u32, output: u32, sum: f32, up_sum: f32) {
     if output >= p.out_features {
         return;
     }
-    var y = sum * weights[p.weights_at + route];
-    if !DOWN {
+    var y = sum;
+    if DOWN {
+        y *= weights[p.weights_at + route];
+    } else {
         y = sum / (1.0 + exp(-sum)) * up_sum;
     }
     out[p.out_at + route * p.out_features + output] = y;
@@ -72,7 +88,7 @@ fn finish(route: u32, output: u32, sum: f32, up_sum: f32) {
 fn main(at: Invocation) {
     let tile = 1u + 3u * at.workgroup.y;
     var expert = -1;
-    if !GROUPED {
+    if WALK != SORTED {
         expert = bitcast<i32>(routes[p.routes_at + at.workgroup.y]);
     } else if at.workgroup.y < routes[0] {
         expert = i32(routes[tile]);
@@ -85,54 +101,33 @@ fn main(at: Invocation) {
         return;
     }
     var first_place = 0u;
-    var n_places: u32;
-    if GROUPED {
+    var n_places = 1u;
+    if WALK == SORTED {
         first_place = routes[tile + 1u];
         n_places = routes[tile + 2u];
-    } else {
+    } else if WALK == SEARCHED {
         n_places = collect(at.thread, at.workgroup.y, u32(expert));
     }
     let outputs = select(2u, 4u, DOWN);
     for (var start = 0u; start < OUTPUTS; start += teams_of(at) * outputs) {
         let own = start + team_of(at) * outputs;
         let first = at.workgroup.x * OUTPUTS + own;
-        let row_0 = weight_row(place, first);
-        let row_1 = weight_row(place, first + 1u);
-        var row_2: Row;
-        var row_3: Row;
-        if DOWN {
-            row_2 = weight_row(place, first + 2u);
-            row_3 = weight_row(place, first + 3u);
-        } else {
-            row_2 = up_row(place, first);
-            row_3 = up_row(place, first + 1u);
+        var rows = Four(weight_row(place, first), weight_row(place, first + 1u), weight_row(place, first + 2u), weight_row(place, first + 3u));
+        if !DOWN {
+            rows.c = up_row(place, first);
+            rows.d = up_row(place, first + 1u);
         }
-        for (var quad = 0u; quad < n_places; quad += 4u) {
-            // Routes behind the last repeat it.
-            let places = first_place + min(vec4(quad, quad + 1u, quad + 2u, quad + 3u), vec4(n_places - 1u));
-            let taken = vec4(route_at(places.x), route_at(places.y), route_at(places.z), route_at(places.w));
-            let rows = vec4(x_row(taken.x), x_row(taken.y), x_row(taken.z), x_row(taken.w));
-            // Column r, component n.
-            var sums: mat4x4<f32>;
-            for (var i = lane_of(at); i < p.in_features / 4u; i += lanes_of(at)) {
-                let c = 4u * i;
-                let w = mat4x4(four(row_0, c), four(row_1, c), four(row_2, c), four(row_3, c));
-                sums += transpose(mat4x4(x[rows.x + i], x[rows.y + i], x[rows.z + i], x[rows.w + i])) * w;
-            }
-            let sums_0 = team_sum(at, sums[0]);
-            let sums_1 = team_sum(at, sums[1]);
-            let sums_2 = team_sum(at, sums[2]);
-            let sums_3 = team_sum(at, sums[3]);
+        for (var i = 0u; i < n_places; i += 2u) {
+            let two = i + 1u < n_places;
+            let route = route_at(at.workgroup, first_place + i);
+            let other = route_at(at.workgroup, first_place + select(i, i + 1u, two));
+            let sums = four_rows(at, rows, vec2(x_row(route), x_row(other)), two);
+            // A lane finishes an output.
             let lane = lane_of(at);
-            if lane < 4u && quad + lane < n_places && own < OUTPUTS {
-                if DOWN {
-                    finish(taken[lane], first, sums_0[lane], 0.0);
-                    finish(taken[lane], first + 1u, sums_1[lane], 0.0);
-                    finish(taken[lane], first + 2u, sums_2[lane], 0.0);
-                    finish(taken[lane], first + 3u, sums_3[lane], 0.0);
-                } else {
-                    finish(taken[lane], first, sums_0[lane], sums_2[lane]);
-                    finish(taken[lane], first + 1u, sums_1[lane], sums_3[lane]);
+            if lane < outputs && own < OUTPUTS {
+                finish(route, first + lane, sums.first[lane], sums.first[(lane + 2u) % 4u]);
+                if two {
+                    finish(other, first + lane, sums.second[lane], sums.second[(lane + 2u) % 4u]);
                 }
             }
         }

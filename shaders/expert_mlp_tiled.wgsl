@@ -2,7 +2,7 @@
 // parts[route] = weight[route] * down . inner[route].
 //
 // Routes come sorted by expert in tiles of at most TILE, `routes` as expert_mlp_group leaves it; records as in
-// expert_mlp_gemv. A workgroup computes a tile of routes times OUTPUTS outputs as in matmul_tiled. Experts outside of the window
+// expert_mlp_few. A workgroup computes a tile of routes times OUTPUTS outputs as in matmul_tiled. Experts outside of the window
 // of chunks are left to other dispatches. Bound by f32 multiply-adds; each load of weights chooses a chunk, which is not free, so that
 // eight columns come at a time.
 

@@ -49,31 +49,32 @@ struct Eight {
 }
 
 // Codes become halves by moving their bits: exponent and mantissa to the top of the half's mantissa and the foot of its exponent. What
-// comes out is too small by a power of two, and the smallest codes are subnormal halves, which drivers keep.
+// comes out is too small by a power of two, and the smallest codes are subnormal halves, which drivers keep. Each pair moves from where it
+// lies in one step.
 
 // e4m3 codes at bits 0 and 16, over 2^8.
 fn e4m3_pair(codes: u32) -> vec2<f32> {
-    return unpack2x16float(((codes & 0x007f007fu) << 7u) | ((codes & 0x00800080u) << 8u));
+    return unpack2x16float(((codes << 7u) & 0x3f803f80u) | ((codes << 8u) & 0x80008000u));
 }
 
 // The four e4m3 codes of a word, over 2^8.
 fn e4m3_four(word: u32) -> vec4<f32> {
     let even = e4m3_pair(word);
-    let odd = e4m3_pair(word >> 8u);
+    let odd = unpack2x16float(((word >> 1u) & 0x3f803f80u) | (word & 0x80008000u));
     return vec4(even.x, odd.x, even.y, odd.y);
 }
 
 // e2m1 codes at bits 0 and 16, over 2^14.
 fn e2m1_pair(codes: u32) -> vec2<f32> {
-    return unpack2x16float(((codes & 0x00070007u) << 9u) | ((codes & 0x00080008u) << 12u));
+    return unpack2x16float(((codes << 9u) & 0x0e000e00u) | ((codes << 12u) & 0x80008000u));
 }
 
 // The eight e2m1 codes of a word, over 2^14.
 fn e2m1_eight(word: u32) -> Eight {
     let a = e2m1_pair(word);
-    let b = e2m1_pair(word >> 4u);
-    let c = e2m1_pair(word >> 8u);
-    let d = e2m1_pair(word >> 12u);
+    let b = unpack2x16float(((word << 5u) & 0x0e000e00u) | ((word << 8u) & 0x80008000u));
+    let c = unpack2x16float(((word << 1u) & 0x0e000e00u) | ((word << 4u) & 0x80008000u));
+    let d = unpack2x16float(((word >> 3u) & 0x0e000e00u) | (word & 0x80008000u));
     return Eight(vec4(a.x, b.x, c.x, d.x), vec4(a.y, b.y, c.y, d.y));
 }
 

@@ -1,11 +1,11 @@
-// matmul for 2 to 16 rows of x; rows of the weight are wide.
+// matmul for 5 to 16 rows of x; rows of the weight are wide.
 //
 // A team computes four outputs at a time, of a GLU two, for all rows of x, so that each weight is read once: 4 columns a lane, as
 // products of 4 x 4 matrices, one for each QUAD of rows. A workgroup computes OUTPUTS outputs. Squares are summed on the way and the
 // norm's scale is applied to the sum. Bound by the bytes of the weight, near 16 rows by the loads of x.
 
-// Rows of x in fours: 1, 2 or 4.
-override QUADS: u32 = 1u;
+// Rows of x in fours: 2 or 4.
+override QUADS: u32 = 2u;
 override OUTPUTS: u32 = 32u;
 
 // The sums of four rows of x: column r, component n. Their squares.
@@ -100,9 +100,7 @@ fn main(at: Invocation) {
                 w = mat4x4(w[0] * scale, w[1] * scale, w[2] * scale, w[3] * scale);
             }
             add(&quad_0, i, w);
-            if QUADS > 1u {
-                add(&quad_1, i, w);
-            }
+            add(&quad_1, i, w);
             if QUADS > 2u {
                 add(&quad_2, i, w);
                 add(&quad_3, i, w);
@@ -110,9 +108,7 @@ fn main(at: Invocation) {
         }
         let inside = own < OUTPUTS;
         finish_quad(at, quad_0, 0u, first, inside);
-        if QUADS > 1u {
-            finish_quad(at, quad_1, 4u, first, inside);
-        }
+        finish_quad(at, quad_1, 4u, first, inside);
         if QUADS > 2u {
             finish_quad(at, quad_2, 8u, first, inside);
             finish_quad(at, quad_3, 12u, first, inside);

@@ -22,6 +22,14 @@ struct Row {
     factor: f32,
 }
 
+// Four rows that meet the same x.
+struct Four {
+    a: Row,
+    b: Row,
+    c: Row,
+    d: Row,
+}
+
 // Row `r` of a matrix with so many columns.
 fn row_of(chunk: u32, record: u32, banks: Banks, r: u32, cols: u32) -> Row {
     var row = Row(chunk, record, banks.codes + r * cols, 0u, 1.0);
@@ -53,26 +61,27 @@ fn e8m0(code: u32) -> f32 {
     return bitcast<f32>((code & 255u) << 23u);
 }
 
-// The scale of a column, for decoded codes.
-fn scale_of(row: Row, c: u32) -> f32 {
+// The scales of a vec4 of codes that starts at column `c`, as they are stored, the first in the lowest bits.
+fn stored_scales(row: Row, c: u32) -> u32 {
     if FORMAT == FP8 {
-        return row.factor * bitcast<f32>(scale_word(row.chunk, 4u * row.record + row.scales / 4u + c / 128u));
+        return scale_word(row.chunk, 4u * row.record + row.scales / 4u + c / 128u);
     }
-    let bytes = scale_bytes(row, c);
-    if FORMAT == NVFP4 {
-        return row.factor * e4m3_pair(bytes).x;
-    }
-    return row.factor * e8m0(bytes);
+    // A vec4 of nvfp4 has two groups, whose scales never lie in two words.
+    return scale_bytes(row, c);
 }
 
-// Those of the two halves of a vec4 of codes that starts at column `c`.
-fn scales_of(row: Row, c: u32) -> vec2<f32> {
-    if FORMAT == NVFP4 {
-        // A vec4 has two groups, whose scales never lie in two words.
-        let bytes = scale_bytes(row, c);
-        return row.factor * e4m3_pair((bytes & 255u) | ((bytes & 0xff00u) << 8u));
+// Those of the two halves of the vec4, for decoded codes.
+fn scales_of(row: Row, stored: u32) -> vec2<f32> {
+    switch FORMAT {
+        case FP8: { return vec2(row.factor * bitcast<f32>(stored)); }
+        case NVFP4: { return row.factor * e4m3_pair((stored & 255u) | ((stored & 0xff00u) << 8u)); }
+        default: { return vec2(row.factor * e8m0(stored)); }
     }
-    return vec2(scale_of(row, c));
+}
+
+// The scale of a column, for decoded codes.
+fn scale_of(row: Row, c: u32) -> f32 {
+    return scales_of(row, stored_scales(row, c)).x;
 }
 
 // Rows are wide where they start at 16 bytes and hold a multiple of 8 elements in whole vec4s.

@@ -63,6 +63,8 @@ pub struct Options {
     pub subgroups: bool,
     /// Bind no more than a poor device can, so that matrices and pools are walked through in windows. Switched on by tests.
     pub floor: bool,
+    /// Choose kernels as for a GPU where a CPU plays one. Switched on by tests.
+    pub as_hardware: bool,
     /// The best way of reading host memory to use where it works. Lowered by tests.
     pub host: HostPath,
 }
@@ -70,7 +72,14 @@ pub struct Options {
 impl Options {
     /// Everything that the adapter has, and no cache.
     pub fn new(precision: Precision) -> Self {
-        Options { precision, cache: None, subgroups: true, floor: false, host: HostPath::Imported }
+        Options {
+            precision,
+            cache: None,
+            subgroups: true,
+            floor: false,
+            as_hardware: false,
+            host: HostPath::Imported,
+        }
     }
 }
 
@@ -82,6 +91,8 @@ pub(crate) struct Gpu {
     pub(crate) subgroups: Option<u32>,
     /// A CPU plays the GPU.
     pub(crate) software: bool,
+    /// Threads wait for each other at little cost, and many of them hide what memory costs.
+    pub(crate) is_parallel: bool,
     /// How it comes by host memory.
     pub(crate) host: HostPath,
     /// A little memory to bind where a kernel reads nothing.
@@ -189,6 +200,7 @@ impl Wgpu {
         let mut gpu = Gpu {
             subgroups: subgroups.map(|(least, _)| least),
             software: facts.software,
+            is_parallel: !facts.software || options.as_hardware,
             device,
             limits,
             host: HostPath::Copied,
@@ -443,5 +455,62 @@ impl Backend for Wgpu {
         state.pipelines.save();
         state.lanes.check()?;
         Ok(Box::new(program))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Opens each adapter of this machine in turn.
+    fn each(test: impl Fn(&dyn Fn() -> Wgpu)) {
+        for facts in adapter::adapters().iter().filter(|facts| facts.refusal.is_none()) {
+            test(&|| Wgpu::open(&Select::Index(facts.index), &Options::new(Precision::F32)).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_lost_device_is_an_error_of_every_call_and_its_adapter_opens_again() {
+        each(|open| {
+            let device = open();
+            let memory = device.alloc(1 << 20).unwrap().whole();
+            device.write(&memory, &vec![1; 1 << 20]).unwrap();
+            device.event(Lane::Compute).and_then(|event| device.wait(event)).unwrap();
+            device.gpu().device.destroy();
+            // What has happened is heard of when somebody asks.
+            _ = device.gpu().device.poll(wgpu::PollType::Poll);
+            let calls: [(&str, &mut dyn FnMut() -> Result<()>); 7] = [
+                ("wait", &mut || device.event(Lane::Compute).and_then(|event| device.wait(event))),
+                ("run", &mut || device.run(&[])),
+                ("alloc", &mut || device.alloc(256).map(drop)),
+                ("read", &mut || device.read(&memory, &mut [0; 256])),
+                ("write", &mut || device.write(&memory, &[1; 256])),
+                ("large write", &mut || device.write(&memory, &vec![1; 1 << 20])),
+                ("time", &mut || device.time_read(&memory).map(drop)),
+            ];
+            for (name, call) in calls {
+                let result = call();
+                assert!(matches!(result, Err(Error::DeviceLost { .. })), "{name}: {result:?}");
+            }
+            let device = open();
+            let memory = device.alloc(4).unwrap().whole();
+            device.write(&memory, &[7; 4]).unwrap();
+            let mut bytes = [0; 4];
+            device.read(&memory, &mut bytes).unwrap();
+            assert_eq!(bytes, [7; 4]);
+        });
+    }
+
+    #[test]
+    fn more_memory_than_a_buffer_holds_is_refused_and_the_device_goes_on() {
+        each(|open| {
+            let device = open();
+            let error = device.alloc(1 << 50).unwrap_err().to_string();
+            assert!(
+                error.contains("a buffer holds at most") && error.contains("1125899906842624"),
+                "{error}"
+            );
+            device.alloc(256).unwrap();
+        });
     }
 }

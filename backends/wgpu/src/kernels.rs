@@ -37,7 +37,7 @@ enum Link {
     Experts,
     /// Rows of a weight, behind what says where they lie.
     Rows,
-    /// Two of them times a row of x.
+    /// Four of them times a row of x, or two.
     Products,
     /// The n-th largest of many.
     Select,
@@ -66,7 +66,7 @@ impl Kernel {
         self.links.contains(&Link::Chunks)
     }
 
-    /// Whether it multiplies rows of weights with a single row of x, which formats with scales do otherwise.
+    /// Whether it multiplies rows of weights with a row of x or two, which formats with scales do otherwise.
     pub(crate) fn has_products(&self) -> bool {
         self.links.contains(&Link::Products)
     }
@@ -129,12 +129,12 @@ kernels! {
     READ = "read" [] writes 1 reads 1 params 2 { VECS: &[16] }
     EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
     MATMUL_GEMV = "matmul_gemv" [Format, Team, Matmul, Rows, Products] writes 1 reads 7 params 15 {
-        WORKGROUP: &[128, 256], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
-        ACCUMULATE: FLAG, OUTPUTS: &[16],
+        WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
+        ACCUMULATE: FLAG, SPLIT: FLAG, OUTPUTS: &[16],
     }
     MATMUL_FEW = "matmul_few" [Format, Team, Matmul, Rows] writes 1 reads 7 params 15 {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
-        ACCUMULATE: FLAG, QUADS: &[1, 2, 4], OUTPUTS: &[16],
+        ACCUMULATE: FLAG, QUADS: &[2, 4], OUTPUTS: &[16],
     }
     MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows] writes 1 reads 7 params 15 {
         FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
@@ -161,11 +161,8 @@ kernels! {
     ROUTE_SHARED_GATE = "route_shared_gate" [Format, Team] writes 1 reads 2 params 5 {
         WORKGROUP: &[256], FORMAT: FORMAT,
     }
-    EXPERT_MLP_GEMV = "expert_mlp_gemv" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
-        WORKGROUP: &[128, 256], FORMAT: ANY_FORMAT, DOWN: FLAG, OUTPUTS: &[8],
-    }
-    EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows] writes 1 reads 4 params 22 {
-        WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, GROUPED: FLAG, OUTPUTS: &[8],
+    EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
+        WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8],
     }
     EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
     EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows] writes 1 reads 4 params 22 {

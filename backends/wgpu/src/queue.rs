@@ -49,10 +49,8 @@ impl Lanes {
         let spin = if software { Duration::ZERO } else { SPIN };
         let trouble = Arc::new(Mutex::new(Trouble::default()));
         let seen = trouble.clone();
-        device.set_device_lost_callback(move |reason, message| {
-            if reason != wgpu::DeviceLostReason::Destroyed {
-                lock(&seen).lost.get_or_insert(message);
-            }
+        device.set_device_lost_callback(move |_, message| {
+            lock(&seen).lost.get_or_insert(message);
         });
         let seen = trouble.clone();
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {

@@ -20,8 +20,9 @@ fn every_adapter_conforms() {
     for precision in [Precision::F32, Precision::Auto] {
         let whole = Options::new(precision);
         let no_subgroups = Options { subgroups: false, host: HostPath::Mapped, ..whole.clone() };
-        let floor = Options { floor: true, ..whole.clone() };
-        let poorest = Options { floor: true, host: HostPath::Copied, ..no_subgroups.clone() };
+        let floor = Options { floor: true, as_hardware: true, ..whole.clone() };
+        let poorest =
+            Options { floor: true, as_hardware: true, host: HostPath::Copied, ..no_subgroups.clone() };
         for options in [whole, no_subgroups, floor, poorest] {
             on_every_adapter::run(&options, |device| {
                 let start = Instant::now();

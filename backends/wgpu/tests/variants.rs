@@ -21,7 +21,7 @@ type Build = Box<dyn Fn(&mut Arena<'_>) -> Result<Op>>;
 
 fn check(cases: Vec<(String, Build)>) {
     for (subgroups, floor) in [(true, false), (true, true), (false, true)] {
-        let options = Options { subgroups, floor, ..Options::new(Precision::F32) };
+        let options = Options { subgroups, floor, as_hardware: floor, ..Options::new(Precision::F32) };
         on_every_adapter::run(&options, |device| {
             for (name, build) in &cases {
                 let reference = Cpu::reference();

@@ -37,6 +37,8 @@ const ROWS: [usize; 4] = [1, 2, 4, 16];
 const TURNS: usize = 15;
 /// The calls of a turn read at least so many bytes.
 const TURN_BYTES: usize = 1 << 31;
+/// And take at least about so many seconds: what a replay costs once is lost among them.
+const TURN_SECONDS: f64 = 5e-3;
 
 /// The experts of a layer alone, made up: 2048x768, top 8, unless a model is given.
 #[derive(Debug, Args)]
@@ -164,7 +166,8 @@ fn measure(
 ) -> Result<Vec<Turn>> {
     let (n_rows, top_k, hidden) = (p.n_rows as usize, p.top_k as usize, p.hidden as usize);
     let (n_routes, n_experts) = (n_rows * top_k, p.n_experts as usize);
-    let n_calls = TURN_BYTES.div_ceil(n_routes.min(n_experts) * experts.expert_bytes());
+    let turn_bytes = TURN_BYTES.max((probe.pass()? * TURN_SECONDS) as usize);
+    let n_calls = turn_bytes.div_ceil(n_routes.min(n_experts) * experts.expert_bytes());
     let words = |n: usize| -> Result<View> { Ok(backend.alloc(n * 4)?.whole()) };
     let (x, weights, parts) = (words(n_rows * hidden)?, words(n_routes)?, words(n_routes * hidden)?);
     backend.write(&x, bytemuck::cast_slice(&vec![1.0_f32; n_rows * hidden]))?;

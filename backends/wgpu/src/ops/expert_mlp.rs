@@ -4,21 +4,21 @@
 use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, THREADS, gemv_threads, wide_cols},
+    matmul::{FEW_ROWS, THREADS, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
 use crate::{
     device::Gpu,
     dispatch::{Call, Recorder, format_code},
-    kernels::{EXPERT_MLP_FEW, EXPERT_MLP_GEMV, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
+    kernels::{EXPERT_MLP_FEW, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
     memory::Slot,
     places::{Bank, Places},
 };
 
 /// Routes whose ids every workgroup can search for those of its expert.
 const SEARCHED_ROUTES: u32 = 256;
-/// Routes of an expert, on the average, up to which weights are read once for every four.
+/// Routes of an expert, on the average, up to which weights are read once for every two.
 const FEW_ROUTES: u32 = 16;
 /// Routes of a tile in that case.
 const FEW_TILE: u32 = 16;
@@ -74,6 +74,11 @@ pub(crate) fn record_at(op: &ExpertMlp, pool: &ExpertPool, places: &Places, reco
     }
 }
 
+/// How a kernel of few routes comes by them: `WALK` of expert_mlp_few.wgsl.
+const ALONE: u32 = 0;
+const SEARCHED: u32 = 1;
+const SORTED: u32 = 2;
+
 /// How a kernel comes by its routes.
 struct Walk {
     kernel: &'static Kernel,
@@ -92,30 +97,26 @@ impl Walk {
     fn choose(op: &ExpertMlp, wide: bool, recorder: &mut Recorder<'_>) -> Self {
         let n_routes = op.p.n_rows * op.p.top_k;
         let ids = recorder.words(&op.ids, n_routes as usize);
-        let by_team = |kernel, rows, threads| {
-            let teams = recorder.gpu.max_teams(threads);
+        let few = |walk: u32, routes: Slot, routes_at: u32, n: u32| {
+            let outputs = recorder.gpu.max_teams(THREADS);
             Walk {
-                kernel,
-                constants: vec![("WORKGROUP", threads)],
-                routes_at: ids.at(4),
-                routes: ids.clone(),
-                n: n_routes,
-                outputs: [teams * rows / 2, teams * rows],
+                kernel: &EXPERT_MLP_FEW,
+                constants: vec![("WORKGROUP", THREADS), ("WALK", walk)],
+                routes,
+                routes_at,
+                n,
+                outputs: [2 * outputs, 4 * outputs],
             }
         };
         if wide && op.p.n_rows == 1 {
-            return by_team(&EXPERT_MLP_GEMV, 2, gemv_threads(op.experts.format()));
+            return few(ALONE, ids.clone(), ids.at(4), n_routes);
         }
         if wide && op.p.n_rows as usize <= FEW_ROWS && n_routes <= SEARCHED_ROUTES {
-            let mut walk = by_team(&EXPERT_MLP_FEW, 4, THREADS);
-            walk.constants.push(("GROUPED", 0));
-            return walk;
+            return few(SEARCHED, ids.clone(), ids.at(4), n_routes);
         }
         if wide && n_routes <= FEW_ROUTES * op.p.n_experts {
             let (routes, n) = group(op, &ids, FEW_TILE, recorder);
-            let mut walk = by_team(&EXPERT_MLP_FEW, 4, THREADS);
-            walk.constants.push(("GROUPED", 1));
-            return Walk { routes, routes_at: n, n, ..walk };
+            return few(SORTED, routes, n, n);
         }
         let (routes, n) = group(op, &ids, TILE, recorder);
         Walk {

@@ -1,5 +1,6 @@
-//! See [`freetoken_backend::MatMul`]: one row or a few read each weight once, many are computed in tiles. A matrix in several pieces,
-//! or larger than a binding, takes a dispatch for each run of rows that can be bound at once; then a GLU's up rows come first.
+//! See [`freetoken_backend::MatMul`]: one row or a few read each weight once from memory, many are computed in tiles. A matrix in
+//! several pieces, or larger than a binding, takes a dispatch for each run of rows that can be bound at once; then a GLU's up rows come
+//! first.
 
 use std::ops::Range;
 
@@ -14,10 +15,12 @@ use crate::{
 
 /// Rows of a batch that are computed without tiles.
 pub(super) const FEW_ROWS: usize = 16;
+/// Rows of which each two meet a weight at a time: more are quicker in fours, however few columns a thread has of them then.
+const PAIRED_ROWS: usize = 4;
 /// Threads of a workgroup whose teams work apart.
 pub(super) const THREADS: u32 = 128;
-/// The same where rows of codes meet x in workgroup memory: x takes many times the bytes of a row, so more rows share it.
-const STAGED_THREADS: u32 = 256;
+/// Outputs of a row below which a workgroup shares the columns of each four rows.
+const FEW_OUTPUTS: usize = 8192;
 /// Rows and outputs of a tile.
 const TILE: u32 = 64;
 
@@ -40,11 +43,6 @@ pub(super) fn wide_cols(format: Format) -> u32 {
         Format::Fp8 => 16,
         Format::Nvfp4 | Format::Mxfp4 => 32,
     }
-}
-
-/// Threads of a workgroup that multiplies rows of this format with a single row.
-pub(super) fn gemv_threads(format: Format) -> u32 {
-    if format.group().is_some() { STAGED_THREADS } else { THREADS }
 }
 
 /// How gate and up meet: `GLU` of matmul.wgsl.
@@ -177,21 +175,21 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
         ("GATHER", op.rows.is_some() as u32),
         ("ACCUMULATE", p.accumulate),
     ];
-    // A team computes so many outputs of a row that four rows of weights are read at a time, or two for a single row.
-    let threads = if n == 1 { gemv_threads(format) } else { THREADS };
-    let teams = recorder.gpu.max_teams(threads);
+    // A team computes so many outputs of a row that four rows of weights are read at a time.
+    let teams = recorder.gpu.max_teams(THREADS);
     let per_glu = if glu == Glu::Together { 2 } else { 1 };
     let rows = outputs.len();
     let (kernel, workgroups) = match n {
-        1 if wide => {
-            let outputs = teams * 2 / per_glu;
-            constants.extend([("WORKGROUP", threads), ("OUTPUTS", outputs)]);
+        1..=PAIRED_ROWS if wide => {
+            let split = rows < FEW_OUTPUTS && format.group().is_none() && recorder.gpu.is_parallel;
+            let outputs = if split { 4 } else { teams * 4 } / per_glu;
+            constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("SPLIT", split as u32)]);
             (&MATMUL_GEMV, recorder.grid(rows.div_ceil(outputs as usize)))
         }
-        2..=FEW_ROWS if wide => {
+        _ if wide && n <= FEW_ROWS => {
             let outputs = teams * 4 / per_glu;
             let quads = p.n_rows.div_ceil(4).next_power_of_two();
-            constants.extend([("WORKGROUP", threads), ("OUTPUTS", outputs), ("QUADS", quads)]);
+            constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("QUADS", quads)]);
             (&MATMUL_FEW, recorder.grid(rows.div_ceil(outputs as usize)))
         }
         _ => {
