@@ -28,11 +28,13 @@ async fn health_tells_how_far_loading_is() {
     let refused = client.post(CHAT, hello()).await;
     assert!(refused.headers.contains_key("retry-after"));
     assert_eq!(refused.error(503)["code"], "model_loading");
+    assert_eq!(client.get("/v1/cache/status").await.error(503)["code"], "model_loading");
     client.server.serve(client.fake.clone());
     assert_eq!(client.get("/health").await.ok()["status"], "ok");
     client.server.drain();
     assert_eq!(client.get("/health").await.json()["status"], "draining");
     client.post(CHAT, hello()).await.error(503);
+    assert_eq!(client.get("/v1/cache/status").await.ok()["kv_tokens"], 4096);
 }
 
 #[tokio::test]

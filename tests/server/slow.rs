@@ -51,7 +51,8 @@ async fn said_to(times: [Duration; 2], quick: &str, slow: &str) -> (String, usiz
             n_sent += 1;
             sleep(PAUSE).await;
         }
-        n_sent
+        // A client that has closed its half has left.
+        (n_sent, writes)
     };
     let mut text = Vec::new();
     let reading = async {
@@ -59,7 +60,8 @@ async fn said_to(times: [Duration; 2], quick: &str, slow: &str) -> (String, usiz
         let _ =
             timeout(PATIENCE, reads.read_to_end(&mut text)).await.expect("the server closes the connection");
     };
-    let (n_sent, ()) = tokio::join!(sending, reading);
+    let ((n_sent, writes), ()) = tokio::join!(sending, reading);
+    drop(writes);
     drop(end);
     timeout(PATIENCE, listening).await.expect("the server ends").expect("and does not panic");
     (String::from_utf8(text).expect("answers are UTF-8"), n_sent)
