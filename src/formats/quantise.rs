@@ -281,7 +281,7 @@ mod tests {
         }
         let mut into = vec![0; to.bytes];
         quantise(&from, &bytes, &to, &mut into).unwrap();
-        crate::formats::quantised::check_record(&to, &into, "e").unwrap();
+        crate::formats::quantised::check_record(&to, &into, &"e").unwrap();
         [
             (from.gate(), to.gate(), hidden),
             (from.up(), to.up(), hidden),

@@ -13,7 +13,7 @@
 //! A global is one number, or one for each row, as the seed system has it.
 //! Codes, and scales of 4-bit codes, are used as they lie in the file. Scales of fp8 are spread: each row gets its own.
 
-use std::{ops::Range, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 use freetoken_backend::{ExpertRecord, Format, HostBytes, e8m0};
 use half::{bf16, f16};
@@ -240,21 +240,28 @@ pub fn tensors(format: Format, module: &str, [rows, cols]: [usize; 2]) -> Vec<Te
     }
 }
 
-/// Refuses the record of an expert, `module` in a checkpoint, whose scales are wrong.
+/// Refuses the record of an expert, `module` in a checkpoint, whose scales are wrong. Allocates for one that is wrong alone.
 ///
 /// # Errors
 /// [`QuantisedError::Value`].
-pub fn check_record(record: &ExpertRecord, bytes: &[u8], module: &str) -> Result<(), QuantisedError> {
+pub fn check_record(
+    record: &ExpertRecord,
+    bytes: &[u8],
+    module: &dyn fmt::Display,
+) -> Result<(), QuantisedError> {
     let format = record.format;
     for (projection, banks) in
         [("gate_proj", record.gate()), ("up_proj", record.up()), ("down_proj", record.down.clone())]
     {
+        let (scales, globals) = (&bytes[banks.scales], &bytes[banks.globals]);
+        if are_right(format, scales, globals) {
+            continue;
+        }
         let spec = |end: &str, dtype| TensorSpec {
             name: format!("{module}.{projection}{end}"),
             dtype,
             shape: Vec::new(),
         };
-        let (scales, globals) = (&bytes[banks.scales], &bytes[banks.globals]);
         match format {
             Format::F32 | Format::Bf16 | Format::F16 => {}
             Format::Fp8 => drop(factors(&spec(".weight_scale", Dtype::F32), scales, format)?),
@@ -266,6 +273,30 @@ pub fn check_record(record: &ExpertRecord, bytes: &[u8], module: &str) -> Result
         }
     }
     Ok(())
+}
+
+/// Whether scales and globals of a record are what they may be.
+fn are_right(format: Format, scales: &[u8], globals: &[u8]) -> bool {
+    let are_factors = |bytes: &[u8]| {
+        let mut values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        values.all(is_factor)
+    };
+    match format {
+        Format::F32 | Format::Bf16 | Format::F16 => true,
+        Format::Fp8 => are_factors(scales),
+        Format::Nvfp4 | Format::Mxfp4 => {
+            scales.iter().all(|&code| code <= largest_scale(format)) && are_factors(globals)
+        }
+    }
+}
+
+fn is_factor(value: f32) -> bool {
+    value.is_finite() && value > 0.0
+}
+
+/// The codes above are negative or no number.
+fn largest_scale(format: Format) -> u8 {
+    if format == Format::Nvfp4 { 0x7e } else { 0xfe }
 }
 
 /// Numbers that an allocation holds, as bytes.
@@ -300,7 +331,7 @@ fn factors(spec: &TensorSpec, bytes: &[u8], format: Format) -> Result<Vec<f32>, 
             return Err(QuantisedError::Dtype { name: spec.name.clone(), found, format, expected });
         }
     };
-    match values.iter().position(|value| !(value.is_finite() && *value > 0.0)) {
+    match values.iter().position(|value| !is_factor(*value)) {
         Some(place) => Err(QuantisedError::Value { name: spec.name.clone(), value: values[place], place }),
         None => Ok(values),
     }
@@ -321,9 +352,7 @@ fn check_scale_codes(
     if !is_known {
         return Err(QuantisedError::Dtype { name: name(), found: spec.dtype, format, expected });
     }
-    // The codes above are negative or no number.
-    let largest = if format == Format::Nvfp4 { 0x7e } else { 0xfe };
-    match bytes.iter().position(|&code| code > largest) {
+    match bytes.iter().position(|&code| code > largest_scale(format)) {
         Some(place) if !blank => {
             let value = format.scale(bytes, place);
             Err(QuantisedError::Value { name: name(), value, place })

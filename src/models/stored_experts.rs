@@ -106,6 +106,7 @@ impl RecordSource for StoredExperts {
         // Tensors are looked at as they are read.
         let StoredLayer::Records = &self.layers[layer as usize] else { return Ok(()) };
         let module = self.files.records(layer as usize).map_or("", |records| records.module());
-        check_record(&self.record, record, &format!("{module}.{expert}")).map_err(|error| error.to_string())
+        check_record(&self.record, record, &format_args!("{module}.{expert}"))
+            .map_err(|error| error.to_string())
     }
 }

@@ -618,7 +618,7 @@ impl<'a> Weights<'a> {
         let is_blank = self.source.is_blank();
         let check = |first: usize, bytes: &[u8]| -> Result<(), TensorError> {
             for (e, bytes) in bytes.chunks_exact(layout.bytes).enumerate().filter(|_| !is_blank) {
-                check_record(layout, bytes, &format!("{module}.{}", first + e))?;
+                check_record(layout, bytes, &format_args!("{module}.{}", first + e))?;
             }
             Ok(())
         };

@@ -14,9 +14,10 @@ const LEFT_ALONE: usize = 4;
 pub(super) type Below<'a> = (&'a mut DiskTier, &'a mut RamCache);
 
 /// Experts of a layer that are to be sent.
-#[derive(Default)]
 pub(super) struct Feed {
     layer: u32,
+    /// Whether another layer is computed first.
+    is_ahead: bool,
     /// In host memory.
     ready: VecDeque<u32>,
     /// On their way from the disk, in this order.
@@ -28,10 +29,11 @@ pub(super) struct Feed {
 }
 
 impl Feed {
-    pub(super) fn with_capacity(n_experts: usize) -> Self {
+    pub(super) fn new(n_experts: usize, is_ahead: bool) -> Self {
         let experts = || VecDeque::with_capacity(n_experts);
         Feed {
             layer: 0,
+            is_ahead,
             ready: experts(),
             coming: experts(),
             unread: experts(),
@@ -99,7 +101,10 @@ impl Feed {
                 ram.let_go(self.layer, gone);
                 continue;
             };
-            disk.request(self.layer, Banked { expert, record });
+            match self.is_ahead {
+                true => disk.read_ahead(self.layer, Banked { expert, record }),
+                false => disk.request(self.layer, Banked { expert, record }),
+            }
             self.coming.push_back(expert);
             self.unread.pop_front();
         }

@@ -91,7 +91,8 @@ struct Piece {
 }
 
 struct State {
-    waiting: VecDeque<Piece>,
+    /// For steps that wait for them, then those that are read ahead.
+    waiting: [VecDeque<Piece>; 2],
     /// Of each record: pieces that are not read yet.
     left: Vec<usize>,
     /// Records whose read failed, and why.
@@ -124,8 +125,9 @@ impl RecordReader {
             *end += n;
             Some(first)
         });
+        let pieces = || VecDeque::with_capacity(n_all * record_bytes.div_ceil(piece_bytes));
         let state = State {
-            waiting: VecDeque::with_capacity(n_all * record_bytes.div_ceil(piece_bytes)),
+            waiting: [pieces(), pieces()],
             left: vec![0; n_all],
             failed: Vec::new(),
             n_open: 0,
@@ -155,9 +157,9 @@ impl RecordReader {
         Ok(reader)
     }
 
-    /// Begins to read the record of an expert into a record of its layer's bank, which nobody else uses until it is there. Asserts that
-    /// nothing is on its way to that place.
-    pub fn request(&self, layer: u32, from: Banked) {
+    /// Begins to read the record of an expert into a record of its layer's bank, which nobody else uses until it is there. What is read
+    /// ahead lets everything else pass. Asserts that nothing is on its way to that place.
+    pub fn request(&self, layer: u32, from: Banked, is_ahead: bool) {
         let record = self.shared.number(layer, from.record);
         let n_pieces = self.shared.record_bytes.div_ceil(self.shared.piece_bytes);
         let mut state = self.shared.lock();
@@ -167,7 +169,11 @@ impl RecordReader {
         }
         state.left[record] = n_pieces;
         state.n_open += n_pieces;
-        state.waiting.extend((0..n_pieces).map(|number| Piece { layer, from, number }));
+        state.waiting[usize::from(is_ahead)].extend((0..n_pieces).map(|number| Piece {
+            layer,
+            from,
+            number,
+        }));
         drop(state);
         self.shared.work.notify_all();
     }
@@ -213,7 +219,7 @@ impl Drop for RecordReader {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         state.is_ending = true;
-        state.waiting.clear();
+        state.waiting.iter_mut().for_each(VecDeque::clear);
         drop(state);
         self.shared.work.notify_all();
         for thread in self.threads.drain(..) {
@@ -237,7 +243,7 @@ impl Shared {
     fn serve(&self) {
         let mut state = self.lock();
         loop {
-            let Some(piece) = state.waiting.pop_front() else {
+            let Some(piece) = state.waiting.iter_mut().find_map(VecDeque::pop_front) else {
                 if state.is_ending {
                     return;
                 }
@@ -392,8 +398,8 @@ mod tests {
             assert_eq!(reader.rate(), None);
             for round in 0..3 {
                 for record in 0..4 {
-                    reader.request(0, Banked { expert: 4 * round + record, record });
-                    reader.request(1, Banked { expert: 4 * round + record, record });
+                    reader.request(0, Banked { expert: 4 * round + record, record }, true);
+                    reader.request(1, Banked { expert: 4 * round + record, record }, false);
                 }
                 for (layer, record) in [(1, 3), (0, 0), (1, 0), (0, 3), (0, 1), (1, 1), (1, 2), (0, 2)] {
                     reader.wait(layer, record).unwrap();
@@ -413,13 +419,13 @@ mod tests {
     #[test]
     fn a_read_that_fails_says_why_once_and_its_place_can_be_used_again() {
         let (reader, ..) = reader(Some(4096));
-        reader.request(0, Banked { expert: 13, record: 2 });
-        reader.request(0, Banked { expert: 14, record: 1 });
+        reader.request(0, Banked { expert: 13, record: 2 }, false);
+        reader.request(0, Banked { expert: 14, record: 1 }, false);
         let why = reader.wait(0, 2).unwrap_err();
         assert!(why.starts_with("no byte") && why.ends_with("expert 13"), "{why}");
         assert_eq!(reader.wait(0, 1), Err("expert 14 is wrong".into()));
         assert_eq!(reader.sums().reads, 0);
-        reader.request(0, Banked { expert: 5, record: 2 });
+        reader.request(0, Banked { expert: 5, record: 2 }, false);
         assert_eq!(reader.wait(0, 2), Ok(()));
     }
 
@@ -427,7 +433,7 @@ mod tests {
     fn a_reader_that_is_dropped_does_not_finish_what_is_waiting() {
         let (reader, _, made) = reader(Some(16));
         for layer in 0..2 {
-            (0..4).for_each(|record| reader.request(layer, Banked { expert: 1, record }));
+            (0..4).for_each(|record| reader.request(layer, Banked { expert: 1, record }, layer > 0));
         }
         drop(reader);
         assert!(made.n_pieces.load(Relaxed) < 8 * RECORD / 16);

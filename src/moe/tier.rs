@@ -19,7 +19,13 @@ impl DiskTier {
     /// Begins to read an expert into a record that it was admitted to, and that is held until [`Self::wait`] has returned.
     pub fn request(&mut self, layer: u32, from: Banked) {
         self.coming.push((layer, from));
-        self.reader.request(layer, from);
+        self.reader.request(layer, from, false);
+    }
+
+    /// The same of one that nobody waits for yet.
+    pub fn read_ahead(&mut self, layer: u32, from: Banked) {
+        self.coming.push((layer, from));
+        self.reader.request(layer, from, true);
     }
 
     /// Whether [`Self::wait`] would return at once.
