@@ -16,6 +16,13 @@ pub(crate) fn pick(compute: (u32, u32)) -> Result<Vec<Vec<u8>>, String> {
     pick_from(BUNDLE, compute)
 }
 
+/// Whether what [`pick`] gives such a card has the instructions by which a kernel waits for the one before it.
+pub(crate) fn kernels_wait(compute: (u32, u32)) -> bool {
+    packs(BUNDLE).is_ok_and(|packs| {
+        packs.iter().any(|pack| matches!(pack.target, Target::Cubin(9.., _)) && runs(pack.target, compute))
+    })
+}
+
 fn pick_from(bundle: &[u8], compute: (u32, u32)) -> Result<Vec<Vec<u8>>, String> {
     let packs = packs(bundle)?;
     let best = packs.iter().filter(|pack| runs(pack.target, compute)).max_by_key(|pack| rank(pack.target));
@@ -63,6 +70,12 @@ mod tests {
         assert_eq!(target((11, 0)), Some(Target::Ptx(8, 0)));
         assert_eq!(target((12, 1)), Some(Target::Cubin(12, 0)));
         assert_eq!(target((13, 0)), Some(Target::Ptx(8, 0)));
+    }
+
+    #[test]
+    fn kernels_wait_where_their_code_can() {
+        assert!([(9, 0), (10, 3), (12, 0)].into_iter().all(kernels_wait));
+        assert!(![(8, 6), (8, 9), (11, 0), (13, 0)].into_iter().any(kernels_wait));
     }
 
     #[test]

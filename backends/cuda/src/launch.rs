@@ -12,6 +12,8 @@ pub(crate) const N_COUNTERS: usize = 4096;
 pub(crate) struct CardFacts {
     /// Streaming multiprocessors.
     pub(crate) sms: u32,
+    /// Whether kernels that wait by themselves do so: before sm_90 the instruction is missing, and so it is in the PTX.
+    pub(crate) kernels_wait: bool,
 }
 
 /// One kernel and all it needs. Launches of an op run in order, each behind the one before.
@@ -27,6 +29,15 @@ pub(crate) struct Launch {
     pub(crate) shared_bytes: u32,
     /// Arguments, in the order of the kernel's parameters.
     pub(crate) args: Vec<Arg>,
+    /// Whether the kernel waits by itself for the one before (`begin_kernel`), and so may come onto the device ahead of its turn.
+    pub(crate) early: bool,
+}
+
+impl Launch {
+    /// The same of a kernel that waits by itself.
+    pub(crate) fn early(self) -> Self {
+        Launch { early: true, ..self }
+    }
 }
 
 /// One argument of a kernel.
