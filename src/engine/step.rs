@@ -178,6 +178,12 @@ impl Engine {
         self.limits.bytes(self.model.sizes(), self.backend.caps().precision)
     }
 
+    /// The stages that a chunk of `n` tokens of a prompt runs, or the longest chunk: for reports.
+    pub fn prefill_stages(&self, n: usize) -> Vec<Stage> {
+        let batch = self.batch.bucket(n.next_power_of_two().min(self.batch.n_rows));
+        programs::stages(Kind::Prefill, &*self.model, &batch)
+    }
+
     /// The stages of a decode step for `n` sequences: what it runs, for reports.
     pub fn decode_stages(&self, n: usize) -> Vec<Stage> {
         let batch = self.batch.bucket(n.next_power_of_two().min(MAX_SEQUENCES));

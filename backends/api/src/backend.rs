@@ -22,6 +22,17 @@ pub struct Event {
     pub seq: u64,
 }
 
+/// What kernels cost besides their work, measured.
+#[derive(Debug, Clone, Copy)]
+pub struct KernelCosts {
+    /// Kernels that the ops are.
+    pub n_kernels: usize,
+    /// Seconds that a kernel which does nothing adds to a program.
+    pub empty_kernel: f64,
+    /// Seconds of one by itself, as [`Backend::time`] measures an op.
+    pub empty_op: f64,
+}
+
 /// A device that runs ops in order.
 ///
 /// Ordering: `write`, `read`, `copy`, `run` and replays belong to [`Lane::Compute`] and are seen in the order of the calls; a
@@ -88,6 +99,17 @@ pub trait Backend: Send + Sync {
     /// Reads a view once, as fast as the device can, and measures that, in seconds. For benches: the roof above everything
     /// that is bound by bytes.
     fn time_read(&self, view: &View) -> Result<f64>;
+
+    /// What kernels cost here, and how many of them these ops are. For benches; `None` where the device does not tell.
+    fn kernel_costs(&self, _ops: &[Op]) -> Result<Option<KernelCosts>> {
+        Ok(None)
+    }
+
+    /// Floating-point operations a second of products that read nothing, in the precision of prefill: the roof above matrix
+    /// products. For benches; `None` where the device does not tell.
+    fn product_rate(&self) -> Result<Option<f64>> {
+        Ok(None)
+    }
 
     /// Makes a program. `outputs` are the views that [`Program::output`] gives after each replay.
     fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>>;

@@ -20,7 +20,7 @@ pub mod os;
 mod program;
 mod weight;
 
-pub use backend::{Backend, Event, Lane};
+pub use backend::{Backend, Event, KernelCosts, Lane};
 pub use caps::{Caps, Precision};
 pub use error::{Error, Result};
 pub use experts::{ExpertPool, ExpertRecord, ExpertWeights, Experts, record};

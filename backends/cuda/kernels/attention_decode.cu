@@ -46,6 +46,7 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
   __shared__ float shared_mixed[WARPS][HEADS][D];
   __shared__ float shared_max[WARPS][HEADS], shared_sum[WARPS][HEADS];
 
+  begin_kernel();
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 row = blockIdx.z, range = blockIdx.x, n_ranges = gridDim.x;
   const u32 group = p.n_heads / p.n_kv_heads;

@@ -5,6 +5,7 @@
 #define FULL_WARP 0xffffffffu
 
 #define NEG_INFINITY __int_as_float(0xff800000)
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
 // How elements of a weight are stored, as the host numbers it.
 constexpr u32 FORMAT_F32 = 0;

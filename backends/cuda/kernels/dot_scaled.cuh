@@ -12,16 +12,21 @@ constexpr u32 STEP = 128;
 // Units of a lane in a step.
 constexpr int UNITS = 4;
 
-// What a format is to this core. LOADS: 16-byte loads of a lane in a step, a row each; PAIR: distance of the columns of a
-// pair in a unit; POWER: sums are over this power of two.
+// What a format is to this core. LOADS: 16-byte loads of a lane in a step of a row, of LANE_COLUMNS columns each; PAIR: distance
+// of the columns of a pair in a unit; POWER: sums are over this power of two.
 struct Fp8 {
-  static constexpr int LOADS = 2, PAIR = 2, POWER = 0;
+  static constexpr int LOADS = 2, LANE_COLUMNS = 16, PAIR = 2, POWER = 0;
   static constexpr bool SCALES_SUMS = true;
   static __device__ __forceinline__ u32 column(u32 t, u32 unit) { return unit / 2 * 64 + t * 16 + unit % 2 * 8; }
   static __device__ __forceinline__ u32 code_bytes(u32 columns) { return columns; }
   static __device__ __forceinline__ u32 scale_bytes(u32 columns) { return (columns + 127) / 128 * 4; }
   static __device__ __forceinline__ u32 load_scales(const u8* row, u32 column) { return ((const u32*)row)[column / 128]; }
   static __device__ __forceinline__ void factors(u32, u32 (&out)[2]) { out[0] = out[1] = bf16x2_power(E4M3_POWER); }
+  // What the four lanes of a row scale their sums with: no number where a code of theirs is none.
+  static __device__ __forceinline__ float sum_scale(const uint4 (&raw)[2], u32 scale) {
+    const u32 lanes = __ballot_sync(FULL_WARP, has_nan(raw[0]) || has_nan(raw[1])) >> (threadIdx.x % 32 & ~3u);
+    return (lanes & 15) != 0 ? NOT_A_NUMBER : bits_to_f32(scale);
+  }
   // The pairs of a unit: of its columns 0 and 2, 1 and 3, 4 and 6, 5 and 7.
   static __device__ __forceinline__ void decode(const uint4 (&raw)[2], int unit, const u32 (&factors)[2], u32 (&out)[4]) {
     const uint4 v = raw[unit / 2];
@@ -33,7 +38,7 @@ struct Fp8 {
 };
 
 struct Nibbles {
-  static constexpr int LOADS = 1, PAIR = 4;
+  static constexpr int LOADS = 1, LANE_COLUMNS = 32, PAIR = 4;
   static constexpr bool SCALES_SUMS = false;
   static __device__ __forceinline__ u32 column(u32 t, u32 unit) { return t * 32 + unit * 8; }
   static __device__ __forceinline__ u32 code_bytes(u32 columns) { return columns / 2; }
@@ -99,7 +104,7 @@ struct DotScaled {
   static constexpr int HALVES = 8 * AT_ONCE;
   static constexpr int ROWS_AT_ONCE = 32 / HALVES;
   static constexpr int TURNS = N / ROWS_AT_ONCE;
-  // Steps whose loads are under way together.
+  // Steps of a warp whose weight is under way together; with two tiles of rows, more than one was slower.
   static constexpr int UNROLL = M == 1 ? 4 / W::LOADS : 1;
 
   struct Shared {
@@ -109,6 +114,12 @@ struct DotScaled {
       float sums[WARPS][ROWS][8 * N_TILES + 1];
     };
     float squares[N];
+  };
+
+  // What a lane has of a step of a row.
+  struct Loaded {
+    uint4 raw[W::LOADS];
+    u32 scales;
   };
 
   // weight_row(r) for r < ROWS; x_row(n) for n < n_live <= N, aligned to 16 bytes. With NORM x is multiplied with it. n_columns is
@@ -125,6 +136,23 @@ struct DotScaled {
 #pragma unroll
       for (int half = 0; half < 2; half++) w[m][half] = weight_row(m * 16 + half * 8 + g);
     }
+    // Behind the last column x is zero, and the weight's last columns do as well as any.
+    const auto load = [&](u32 start, Loaded (&to)[M][2]) {
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+          for (int i = 0; i < W::LOADS; i++) {
+            const u32 column = min(start + W::column(t, i * 2), n_columns - W::LANE_COLUMNS);
+            to[m][half].raw[i] = load_stream(w[m][half].codes + W::code_bytes(column));
+          }
+          const u32 column = W::SCALES_SUMS ? start : min(start + W::column(t, 0), n_columns - W::LANE_COLUMNS);
+          to[m][half].scales = W::load_scales(w[m][half].scales, column);
+        }
+      }
+    };
+
     // What this lane brings: a half of a unit of a lane, as two pairs.
     const u32 own_unit = lane % HALVES / 8, own_t = lane / 2 % 4, own_half = lane % 2;
     // Few rows are found once; for many, registers are dearer.
@@ -166,46 +194,37 @@ struct DotScaled {
     };
 
     float sums[M][N_TILES][4] = {};
-    const auto multiply = [&](u32 start, const uint4(&raw)[M][2][W::LOADS], const u32(&scales)[M][2]) {
-      u32 factors[M][2][2];
+    const auto multiply = [&](int first, const Loaded (&loaded)[M][2]) {
 #pragma unroll
       for (int m = 0; m < M; m++) {
+        u32 factors[2][2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) W::factors(scales[m][half], factors[m][half]);
-      }
+        for (int half = 0; half < 2; half++) W::factors(loaded[m][half].scales, factors[half]);
+        float scales[2];
+        if constexpr (W::SCALES_SUMS) {
 #pragma unroll
-      for (int first = 0; first < UNITS; first += AT_ONCE) {
-        __syncwarp();
-        bring(start, first);
-        __syncwarp();
+          for (int half = 0; half < 2; half++) scales[half] = W::sum_scale(loaded[m][half].raw, loaded[m][half].scales);
+        }
 #pragma unroll
         for (int unit = 0; unit < AT_ONCE; unit++) {
-          u32 a[M][2][4];
+          u32 a[2][4];
 #pragma unroll
-          for (int m = 0; m < M; m++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              W::decode(raw[m][half], first + unit, factors[m][half], a[m][half]);
-            }
-          }
+          for (int half = 0; half < 2; half++) W::decode(loaded[m][half].raw, first + unit, factors[half], a[half]);
+          const u32 low[4] = {a[0][0], a[1][0], a[0][1], a[1][1]};
+          const u32 high[4] = {a[0][2], a[1][2], a[0][3], a[1][3]};
 #pragma unroll
           for (int j = 0; j < N_TILES; j++) {
             if (j > 0 && j * 8 >= 3 * n_live) continue;
             const uint4 b = shared.x[warp][unit][j * 8 + g][t];
+            if constexpr (W::SCALES_SUMS) {
+              float part[4] = {};
+              mma_bf16(part, low, b.x, b.y);
+              mma_bf16(part, high, b.z, b.w);
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-              const u32 low[4] = {a[m][0][0], a[m][1][0], a[m][0][1], a[m][1][1]};
-              const u32 high[4] = {a[m][0][2], a[m][1][2], a[m][0][3], a[m][1][3]};
-              if constexpr (W::SCALES_SUMS) {
-                float part[4] = {};
-                mma_bf16(part, low, b.x, b.y);
-                mma_bf16(part, high, b.z, b.w);
-#pragma unroll
-                for (int i = 0; i < 4; i++) sums[m][j][i] += part[i] * bits_to_f32(scales[m][i / 2]);
-              } else {
-                mma_bf16(sums[m][j], low, b.x, b.y);
-                mma_bf16(sums[m][j], high, b.z, b.w);
-              }
+              for (int i = 0; i < 4; i++) sums[m][j][i] += part[i] * scales[i / 2];
+            } else {
+              mma_bf16(sums[m][j], low, b.x, b.y);
+              mma_bf16(sums[m][j], high, b.z, b.w);
             }
           }
         }
@@ -213,32 +232,23 @@ struct DotScaled {
     };
 
     for (u32 first = warp * STEP; first < n_columns; first += UNROLL * WARPS * STEP) {
-      uint4 raw[UNROLL][M][2][W::LOADS];
-      u32 scales[UNROLL][M][2];
+      Loaded loaded[UNROLL][M][2];
 #pragma unroll
       for (int u = 0; u < UNROLL; u++) {
         const u32 start = first + u * WARPS * STEP;
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            // Codes of zero are zeros, whatever their scale.
-            scales[u][m][half] = 0;
-#pragma unroll
-            for (int load = 0; load < W::LOADS; load++) {
-              const u32 column = start + W::column(t, load * 2);
-              raw[u][m][half][load] = make_uint4(0, 0, 0, 0);
-              if (column < n_columns) raw[u][m][half][load] = load_stream(w[m][half].codes + W::code_bytes(column));
-            }
-            const u32 column = W::SCALES_SUMS ? start : start + W::column(t, 0);
-            if (column < n_columns) scales[u][m][half] = W::load_scales(w[m][half].scales, column);
-          }
-        }
+        if (start < n_columns) load(start, loaded[u]);
       }
 #pragma unroll
       for (int u = 0; u < UNROLL; u++) {
         const u32 start = first + u * WARPS * STEP;
-        if (start < n_columns) multiply(start, raw[u], scales[u]);
+        if (start >= n_columns) continue;
+#pragma unroll
+        for (int unit = 0; unit < UNITS; unit += AT_ONCE) {
+          __syncwarp();
+          bring(start, unit);
+          __syncwarp();
+          multiply(unit, loaded[u]);
+        }
       }
     }
 

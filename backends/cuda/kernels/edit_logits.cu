@@ -13,6 +13,7 @@ struct LogitEdit {
 
 extern "C" __global__ void __launch_bounds__(1024)
     edit_logits(EditLogitsParams p, float* logits, const LogitEdit* edits) {
+  begin_kernel();
   __shared__ u32 end;
   if (threadIdx.x == 0) end = p.capacity;
   __syncthreads();

@@ -6,6 +6,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     embed(EmbedParams p, float* out, const int* ids, const void* table, u32 format) {
+  begin_kernel();
   const u32 row = blockIdx.y;
   const u32 id = (u32)ids[row];
   if (id >= p.vocab) return;

@@ -17,6 +17,7 @@ constexpr int WARPS = 4;
 template <class W, int N, int U>
 __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const float* x) {
   __shared__ u32 lists[WARPS][MAX_ROWS];
+  begin_kernel();
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, route = blockIdx.y;
   const u32 first = (blockIdx.x * WARPS + warp) * 2;
   if (first >= p.intermediate) return;
@@ -53,6 +54,7 @@ __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const fl
 template <class W, int N, int U>
 __device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) {
   __shared__ u32 lists[WARPS][MAX_ROWS];
+  begin_kernel();
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, route = blockIdx.y;
   const u32 first = (blockIdx.x * WARPS + warp) * 4;
   if (first >= p.hidden) return;

@@ -10,80 +10,63 @@
 #define EXPERT_ARGUMENTS                                                                               \
   ExpertMlpParams p, ExpertPlace place, const int *ids, const int *table, const u64 *chunks
 
-constexpr int WARPS = 4;
-
-template <class W, int N>
-__device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const float* x) {
+// to[route, :] = silu(gate . from) * (up . from) of `intermediate` columns, from row route / top_k of `from`; or the route's weight
+// times down . from[route, :].
+template <class W, int N, int WARPS, bool GATED>
+__device__ __forceinline__ void product(EXPERT_ARGUMENTS, float* to, const float* from, const float* weights) {
   typedef DotScaled<W, N, 2, WARPS> Dot;
   __shared__ typename Dot::Shared shared;
   __shared__ u32 lists[WARPS][MAX_ROWS];
+  constexpr u32 OWN = GATED ? Dot::ROWS / 2 : Dot::ROWS;
+  const u32 n_results = GATED ? p.intermediate : p.hidden, n_columns = GATED ? p.hidden : p.intermediate;
+  begin_kernel();
+  const u32 first = blockIdx.x * OWN, route = blockIdx.y;
   u32* list = lists[threadIdx.x / 32];
-  const int id = ids[blockIdx.y], slot = slot_of(p, place, table, id);
+  const int id = ids[route], slot = slot_of(p, place, table, id);
   if (slot < 0) return;
-  const u32 n_routes = p.n_rows == 1 ? only_route(blockIdx.y, list) : routes_of(p, ids, id, blockIdx.y, list);
+  const u32 n_routes = p.n_rows == 1 ? only_route(route, list) : routes_of(p, ids, id, route, list);
   if (n_routes == 0) return;
   const u8* record = record_of(place, chunks, slot);
-  const Stored gate = matrix_of(place, record, place.gate), up = matrix_of(place, record, place.up);
-  const u32 first = blockIdx.x * 16;
+  const Stored matrix = matrix_of(place, record, GATED ? place.gate : place.down);
+  const Stored up = matrix_of(place, record, place.up);
   for (u32 start = 0; start < n_routes; start += N) {
     const u32* own = list + start;
     const u32 n_live = min(n_routes - start, (u32)N);
     Dot::template dot<false>(
         shared,
-        [&](u32 r) { return scaled_row<W>(r < 16 ? gate : up, min(first + r % 16, p.intermediate - 1), p.hidden); },
-        [&](u32 n) { return x + (i64)(own[n] / p.top_k) * p.hidden; }, n_live, nullptr, 0, p.hidden);
-    for (u32 i = threadIdx.x; i < 16 * n_live; i += WARPS * 32) {
-      const u32 n = i / 16, r = i % 16, column = first + r;
-      if (column >= p.intermediate) continue;
-      const float v = Dot::sum(shared, r, n) * gate.global(column);
-      const float v_up = Dot::sum(shared, 16 + r, n) * up.global(column);
-      inner[(i64)own[n] * p.intermediate + column] = silu(v) * v_up;
+        [&](u32 r) { return scaled_row<W>(r < OWN ? matrix : up, min(first + r % OWN, n_results - 1), n_columns); },
+        [&](u32 n) { return from + (i64)(GATED ? own[n] / p.top_k : own[n]) * n_columns; }, n_live, nullptr, 0, n_columns);
+    for (u32 i = threadIdx.x; i < OWN * n_live; i += WARPS * 32) {
+      const u32 n = i / OWN, r = i % OWN, column = first + r;
+      if (column >= n_results) continue;
+      const float v = Dot::sum(shared, r, n) * matrix.global(column);
+      float* place_of = to + (i64)own[n] * n_results + column;
+      if (GATED) {
+        *place_of = silu(v) * (Dot::sum(shared, OWN + r, n) * up.global(column));
+      } else {
+        *place_of = weights[own[n]] * v;
+      }
     }
     __syncthreads();
   }
 }
 
-template <class W, int N>
-__device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) {
-  typedef DotScaled<W, N, 2, WARPS> Dot;
-  __shared__ typename Dot::Shared shared;
-  __shared__ u32 lists[WARPS][MAX_ROWS];
-  u32* list = lists[threadIdx.x / 32];
-  const int id = ids[blockIdx.y], slot = slot_of(p, place, table, id);
-  if (slot < 0) return;
-  const u32 n_routes = p.n_rows == 1 ? only_route(blockIdx.y, list) : routes_of(p, ids, id, blockIdx.y, list);
-  if (n_routes == 0) return;
-  const u8* record = record_of(place, chunks, slot);
-  const Stored matrix = matrix_of(place, record, place.down);
-  const u32 first = blockIdx.x * 32;
-  for (u32 start = 0; start < n_routes; start += N) {
-    const u32* own = list + start;
-    const u32 n_live = min(n_routes - start, (u32)N);
-    Dot::template dot<false>(
-        shared, [&](u32 r) { return scaled_row<W>(matrix, min(first + r, p.hidden - 1), p.intermediate); },
-        [&](u32 n) { return inner + (i64)own[n] * p.intermediate; }, n_live, nullptr, 0, p.intermediate);
-    for (u32 i = threadIdx.x; i < 32 * n_live; i += WARPS * 32) {
-      const u32 n = i / 32, r = i % 32, column = first + r;
-      if (column >= p.hidden) continue;
-      parts[(i64)own[n] * p.hidden + column] = weights[own[n]] * Dot::sum(shared, r, n) * matrix.global(column);
-    }
-    __syncthreads();
-  }
-}
-
-#define EXPERT_GEMV_SCALED(name, W, N)                                                                      \
-  extern "C" __global__ void __launch_bounds__(128, N > 2 ? 3 : W::LOADS == 1 ? 5 : 4)                      \
+#define EXPERT_GEMV_SCALED(name, W, N, WARPS, BLOCKS)                                                       \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)                                          \
       expert_gate_up_##name##_n##N(EXPERT_ARGUMENTS, float* inner, const float* x) {                        \
-    gate_up<W, N>(p, place, ids, table, chunks, inner, x);                                                  \
+    product<W, N, WARPS, true>(p, place, ids, table, chunks, inner, x, nullptr);                            \
   }                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(128, N > 2 ? 3 : W::LOADS == 1 ? 5 : 4)                      \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)                                          \
       expert_down_##name##_n##N(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) { \
-    down<W, N>(p, place, ids, table, chunks, parts, inner, weights);                                        \
+    product<W, N, WARPS, false>(p, place, ids, table, chunks, parts, inner, weights);                       \
   }
 
-EXPERT_GEMV_SCALED(fp8, Fp8, 2)
-EXPERT_GEMV_SCALED(fp8, Fp8, 8)
-EXPERT_GEMV_SCALED(nvfp4, Nvfp4, 2)
-EXPERT_GEMV_SCALED(nvfp4, Nvfp4, 8)
-EXPERT_GEMV_SCALED(mxfp4, Mxfp4, 2)
-EXPERT_GEMV_SCALED(mxfp4, Mxfp4, 8)
+EXPERT_GEMV_SCALED(fp8, Fp8, 1, 4, 4)
+EXPERT_GEMV_SCALED(fp8, Fp8, 2, 2, 8)
+EXPERT_GEMV_SCALED(fp8, Fp8, 8, 4, 3)
+EXPERT_GEMV_SCALED(nvfp4, Nvfp4, 1, 4, 5)
+EXPERT_GEMV_SCALED(nvfp4, Nvfp4, 2, 2, 10)
+EXPERT_GEMV_SCALED(nvfp4, Nvfp4, 8, 4, 3)
+EXPERT_GEMV_SCALED(mxfp4, Mxfp4, 1, 4, 5)
+EXPERT_GEMV_SCALED(mxfp4, Mxfp4, 2, 2, 10)
+EXPERT_GEMV_SCALED(mxfp4, Mxfp4, 8, 4, 3)

@@ -13,6 +13,7 @@ template <class W, int N, int R, int U, bool NORM>
 __device__ __forceinline__ void gemv(const MatMulParams& p, u32 n_columns, float* out, const float* x, const int* rows,
                                      const void* norm, u32 norm_format, const void* weight, const void* up,
                                      const void* bias, const void* up_bias, u32 bias_format) {
+  begin_kernel();
   const u32 lane = threadIdx.x % 32;
   const u32 warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const bool glu = p.activation == SILU_GLU;

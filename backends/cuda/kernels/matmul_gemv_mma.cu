@@ -21,6 +21,7 @@ __device__ __forceinline__ void gemv(MATMUL_ARGUMENTS) {
   constexpr int N = 8 * N_TILES;
   __shared__ float sums_of[WARPS][M_TILES * 16][N];
   __shared__ float squares_of[WARPS][N];
+  begin_kernel();
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 g = lane / 4, t = lane % 4;
   const bool glu = p.activation == SILU_GLU;

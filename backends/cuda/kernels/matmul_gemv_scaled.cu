@@ -12,6 +12,7 @@ template <class W, int N, int M, int WARPS, bool NORM>
 __device__ __forceinline__ void gemv(SCALED_ARGUMENTS) {
   typedef DotScaled<W, N, M, WARPS> Dot;
   __shared__ typename Dot::Shared shared;
+  begin_kernel();
   const bool glu = p.activation == SILU_GLU;
   const u32 n_own = glu ? Dot::ROWS / 2 : Dot::ROWS;
   const u32 first = blockIdx.x * n_own;

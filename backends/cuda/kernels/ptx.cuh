@@ -10,6 +10,14 @@ typedef long long i64;
 // Dynamic shared memory of the block, as bytes.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
+// The first line of a kernel that may come onto the device as soon as the blocks of the kernel before it leave: waits until what
+// that one wrote can be seen.
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ >= 900
 // Rank of this block in its cluster.
 __device__ __forceinline__ u32 cluster_rank() {

@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(128)
     rope_cache(RopeCacheParams p, float* q, void* kv, const float* qkv, const void* q_norm, const void* k_norm,
                const float* rotary, const int* positions, const int* kv_slots, u32 kv_format, u32 q_norm_format,
                u32 k_norm_format, u32 n_pages, u32 q_stride) {
+  begin_kernel();
   const u32 row = blockIdx.y;
   const u32 lane = threadIdx.x % 32;
   const u32 head = blockIdx.x * 4 + threadIdx.x / 32;

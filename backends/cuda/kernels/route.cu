@@ -16,6 +16,7 @@
 
 template <class W, int N, int U>
 __device__ __forceinline__ void route(ROUTE_ARGUMENTS) {
+  begin_kernel();
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
   const u32 expert = blockIdx.x * n_warps + warp;
   // The gate of a shared expert stands behind the experts.

@@ -46,12 +46,21 @@ __device__ __forceinline__ float e2m1_to_f32(u32 code) {
   return bits_to_f32((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
 }
 
+// Sets a bit of 0x80808080 where one of the four 8-bit codes of a word is no number.
+__device__ __forceinline__ u32 e4m3_nans(u32 word) { return (word & 0x7f7f7f7fu) + 0x01010101u; }
+
+__device__ __forceinline__ bool has_nan(uint4 codes) {
+  const u32 nans = e4m3_nans(codes.x) | e4m3_nans(codes.y) | e4m3_nans(codes.z) | e4m3_nans(codes.w);
+  return (nans & 0x80808080u) != 0;
+}
+
 __device__ __forceinline__ float e4m3_to_f32(u32 code) {
+  if ((code & 0x7f) == 0x7f) return NOT_A_NUMBER;
   return bits_to_f32((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
 }
 
-// The bits of 2^(code - 127) as bf16, and so the upper half of it as f32.
-__device__ __forceinline__ u32 e8m0_to_bf16(u32 code) { return code == 0 ? 0x40 : code << 7; }
+// The bits of 2^(code - 127) as bf16, and so the upper half of it as f32; code 255 is no number.
+__device__ __forceinline__ u32 e8m0_to_bf16(u32 code) { return code == 0 ? 0x40 : code == 255 ? 0x7fc0 : code << 7; }
 
 // Two scales of NVFP4, in 16 bits, times 2^119: what turns codes over 2^126 into elements over 2^7.
 __device__ __forceinline__ u32 nvfp4_factors(u32 scales) {

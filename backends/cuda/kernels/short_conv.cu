@@ -14,6 +14,7 @@ constexpr int MAX_TAPS = 8;
 extern "C" __global__ void __launch_bounds__(128)
     short_conv(ShortConvParams p, float* out, float* state, const float* x, const void* weight, const int* sequences,
                const Span* spans, u32 weight_format, u32 tile) {
+  begin_kernel();
   const u32 c = blockIdx.x * blockDim.x + threadIdx.x;
   if (c >= p.channels) return;
   const int begin = blockIdx.y * tile, end = min(begin + tile, p.n_rows), n_before = p.kernel - 1;

@@ -116,7 +116,8 @@ class ScaledStages {
     const uint4 codes = raw[step % STAGES * 256 + threadIdx.x];
     uint4 first, second;
     if (row.format == FORMAT_FP8) {
-      const float factor = bits_to_f32(scale);
+      // A row with a code that is no number gives no numbers, whichever column it is.
+      const float factor = has_nan(codes) ? NOT_A_NUMBER : bits_to_f32(scale);
       const uint2 a = four(codes.x, factor), b = four(codes.y, factor);
       const uint2 c = four(codes.z, factor), d = four(codes.w, factor);
       first = make_uint4(a.x, a.y, b.x, b.y);

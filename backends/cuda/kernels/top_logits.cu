@@ -105,6 +105,7 @@ __device__ __forceinline__ float block_max(float v, float* partial) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     top_logits(TopLogitsParams p, int* ids, float* values, float* log_sum_exp, const float* logits,
                const float* inverse_temperatures, u64* found, float2* sums, u32* counters) {
+  begin_kernel();
   __shared__ Shared s;
   const u32 tid = threadIdx.x, row = blockIdx.y, segment = blockIdx.x, n_segments = gridDim.x;
   const float* from = logits + (i64)row * p.vocab;

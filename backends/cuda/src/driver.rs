@@ -472,13 +472,15 @@ impl Driver {
         }
     }
 
-    /// Queues a kernel; `args` are its parameters in order, each as many bytes as the kernel declares.
+    /// Queues a kernel; `args` are its parameters in order, each as many bytes as the kernel declares. With `early` it may come onto
+    /// the device while the kernel queued just before it still runs; it must wait for that one by itself.
     pub(crate) fn launch<'a>(
         &self,
         stream: &CudaStream,
         kernel: &Kernel,
         shape: Shape,
         args: impl Iterator<Item = &'a [u8]>,
+        early: bool,
     ) -> Result<()> {
         let mut pointers = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
         for (pointer, arg) in pointers.iter_mut().zip(args) {
@@ -486,22 +488,27 @@ impl Driver {
         }
         self.bind()?;
         let Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared_bytes } = shape;
+        let mut attribute = sys::CUlaunchAttribute_st {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue_union { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig_st {
+            gridDimX: gx,
+            gridDimY: gy,
+            gridDimZ: gz,
+            blockDimX: bx,
+            blockDimY: by,
+            blockDimZ: bz,
+            sharedMemBytes: shared_bytes,
+            hStream: stream.cu_stream(),
+            attrs: &mut attribute,
+            numAttrs: u32::from(early),
+        };
         // SAFETY: the driver copies the parameters before it returns and only reads them; what they point to is alive by the
         // invariant of this module, and `Op::check` has compared its size with what the op declares.
         let answer = unsafe {
-            sys::cuLaunchKernel(
-                kernel.raw,
-                gx,
-                gy,
-                gz,
-                bx,
-                by,
-                bz,
-                shared_bytes,
-                stream.cu_stream(),
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            sys::cuLaunchKernelEx(&config, kernel.raw, pointers.as_mut_ptr(), std::ptr::null_mut())
         }
         .result();
         self.check("launching a kernel", answer)

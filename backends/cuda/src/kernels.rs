@@ -11,7 +11,7 @@ mod top_logits;
 use freetoken_backend::{Format, Op, Precision, Weight};
 
 pub(crate) use expert_mlp::record_place;
-pub(crate) use small::read;
+pub(crate) use small::{empty, products, read};
 
 use crate::launch::{Arg, CardFacts, Launch, Unsupported};
 
@@ -65,7 +65,7 @@ impl Scratch {
 
 /// A one-dimensional block.
 fn launch(kernel: &'static str, grid: [u32; 3], threads: u32, args: Vec<Arg>) -> Launch {
-    Launch { kernel, grid, block: [threads, 1, 1], shared_bytes: 0, args }
+    Launch { kernel, grid, block: [threads, 1, 1], shared_bytes: 0, args, early: false }
 }
 
 fn params(p: &[u8]) -> Arg {

@@ -12,8 +12,9 @@ pub(crate) const N_COUNTERS: usize = 4096;
 pub(crate) struct CardFacts {
     /// Streaming multiprocessors.
     pub(crate) sms: u32,
-    /// Whether it runs machine code whose blocks reach the shared memory of others: that of compute capability 9.0 and later.
-    pub(crate) clusters: bool,
+    /// Whether it runs machine code of compute capability 9.0 or later: kernels wait by themselves for the one before, and blocks reach
+    /// the shared memory of others. PTX does neither.
+    pub(crate) sm_90: bool,
 }
 
 /// One kernel and all it needs. Launches of an op run in order, each behind the one before.
@@ -29,6 +30,15 @@ pub(crate) struct Launch {
     pub(crate) shared_bytes: u32,
     /// Arguments, in the order of the kernel's parameters.
     pub(crate) args: Vec<Arg>,
+    /// Whether the kernel waits by itself for the one before (`begin_kernel`), and so may come onto the device ahead of its turn.
+    pub(crate) early: bool,
+}
+
+impl Launch {
+    /// The same of a kernel that waits by itself.
+    pub(crate) fn early(self) -> Self {
+        Launch { early: true, ..self }
+    }
 }
 
 /// One argument of a kernel.

@@ -23,8 +23,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use freetoken_backend::{
-    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
-    View, ViewCopy,
+    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, KernelCosts, Lane, Op, Precision, Program,
+    Result, Stage, View, ViewCopy,
 };
 pub use probe::{Card, CardChoice, ProbeError, cards};
 pub use segment::Submission;
@@ -104,8 +104,7 @@ impl Cuda {
         let (target, images) = bundle::pick(card.capability)
             .map_err(|why| OpenError::Kernels { name: card.name.clone(), why })?;
         let sms = device.driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let clusters = matches!(target, bundle::Target::Cubin(9.., _));
-        let facts = CardFacts { sms, clusters };
+        let facts = CardFacts { sms, sm_90: matches!(target, bundle::Target::Cubin(9.., _)) };
         let state = State {
             lanes: Lanes::new(&device)?,
             staging: Staging::new(&device)?,
@@ -256,6 +255,14 @@ impl Backend for Cuda {
 
     fn time_read(&self, view: &View) -> Result<f64> {
         timing::time_read(self, &mut self.lock(), view)
+    }
+
+    fn kernel_costs(&self, ops: &[Op]) -> Result<Option<KernelCosts>> {
+        timing::kernel_costs(self, &mut self.lock(), ops).map(Some)
+    }
+
+    fn product_rate(&self) -> Result<Option<f64>> {
+        timing::product_rate(self, &mut self.lock()).map(Some)
     }
 
     fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>> {

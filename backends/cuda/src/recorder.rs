@@ -20,7 +20,7 @@ use crate::{
         bell::{self, BellPoint, Bells},
         staged::{Desk, StagedPoint},
     },
-    segment::{Segment, Work},
+    segment::{self, Segment, Work},
     staging::Staging,
 };
 
@@ -101,13 +101,15 @@ pub(crate) struct Resolver<'a> {
     chunk_tables: &'a mut ChunkTables,
     counters: Span,
     scratch: Span,
+    kernels_wait: bool,
 }
 
 impl<'a> Resolver<'a> {
     /// For work that uses this scratch.
-    pub(crate) fn new(device: &'a Arc<Device>, state: &'a mut State, scratch: Span) -> Self {
+    pub(crate) fn new(cuda: &'a Cuda, state: &'a mut State, scratch: Span) -> Self {
         let State { modules, staging, chunk_tables, counters, .. } = state;
-        Resolver { device, modules, staging, chunk_tables, counters: counters.span(), scratch }
+        let (device, kernels_wait) = (cuda.device(), cuda.facts().sm_90);
+        Resolver { device, modules, staging, chunk_tables, counters: counters.span(), scratch, kernels_wait }
     }
 
     /// The work of a planned op.
@@ -120,8 +122,9 @@ impl<'a> Resolver<'a> {
         let kernel = self.modules.kernel(&self.device.driver, launch)?;
         let args = Args::pack(&launch.args, |arg| self.address(arg))?;
         check_params(&self.device.driver, launch.kernel, &kernel, &args)?;
-        let Launch { grid, block, shared_bytes, .. } = *launch;
-        Ok(Work::Launch { kernel, shape: Shape { grid, block, shared_bytes }, args })
+        let Launch { grid, block, shared_bytes, early, .. } = *launch;
+        let early = early && self.kernels_wait;
+        Ok(Work::Launch { kernel, shape: Shape { grid, block, shared_bytes }, args, early })
     }
 
     fn address(&mut self, arg: &Arg) -> Result<u64> {
@@ -165,9 +168,8 @@ pub(crate) fn run(cuda: &Cuda, state: &mut State, ops: &[Op]) -> Result<()> {
             state.scratch = device.alloc(plan.scratch_bytes)?;
         }
         let scratch = state.scratch.span();
-        for work in Resolver::new(device, state, scratch).work(plan)? {
-            work.queue(device)?;
-        }
+        let work: Vec<Work> = Resolver::new(cuda, state, scratch).work(plan)?.collect();
+        segment::queue(device, &work)?;
     }
     Ok(())
 }
@@ -232,7 +234,7 @@ pub(crate) fn record(
     }
     let scratch = device.alloc(scratch_bytes)?;
     let (landing, places) = landing(device, outputs)?;
-    let mut resolver = Resolver::new(device, state, scratch.span());
+    let mut resolver = Resolver::new(cuda, state, scratch.span());
     let segment = |work: &mut Vec<Work>| Segment::new(device, cuda.submission(), std::mem::take(work));
     let mut parts = Vec::new();
     let mut work = Vec::new();

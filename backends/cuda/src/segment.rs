@@ -18,6 +18,8 @@ pub(crate) enum Work {
         shape: Shape,
         /// Its parameters.
         args: Args,
+        /// Whether it may come onto the device while the kernel before it still runs.
+        early: bool,
     },
     /// A copy.
     Copy {
@@ -28,16 +30,29 @@ pub(crate) enum Work {
     },
 }
 
-impl Work {
-    /// Queues it in the compute stream.
-    pub(crate) fn queue(&self, device: &Device) -> Result<()> {
-        match self {
-            Work::Launch { kernel, shape, args } => {
-                device.driver.launch(&device.compute, kernel, *shape, args.iter())
+/// Queues work in the compute stream, in order. A kernel comes early behind another one only, not behind a copy, nor what was
+/// queued before.
+pub(crate) fn queue<'a>(device: &Device, work: impl IntoIterator<Item = &'a Work>) -> Result<()> {
+    let mut behind_kernel = false;
+    for work in work {
+        match work {
+            Work::Launch { kernel, shape, args, early } => {
+                device.driver.launch(
+                    &device.compute,
+                    kernel,
+                    *shape,
+                    args.iter(),
+                    *early && behind_kernel,
+                )?;
+                behind_kernel = true;
             }
-            Work::Copy { dst, src } => device.driver.copy(&device.compute, *dst, *src),
+            Work::Copy { dst, src } => {
+                device.driver.copy(&device.compute, *dst, *src)?;
+                behind_kernel = false;
+            }
         }
     }
+    Ok(())
 }
 
 /// How a program's work reaches the device.
@@ -64,15 +79,14 @@ impl Segment {
         if submission == Submission::Staged || work.is_empty() {
             return Ok(Segment::Staged(work));
         }
-        let queue = || work.iter().try_for_each(|work| work.queue(device));
-        Ok(Segment::Graph(device.driver.capture(&device.compute, queue)?))
+        Ok(Segment::Graph(device.driver.capture(&device.compute, || queue(device, &work))?))
     }
 
     /// Queues all of it in the compute stream.
     pub(crate) fn queue(&self, device: &Device) -> Result<()> {
         match self {
             Segment::Graph(graph) => device.driver.launch_graph(graph),
-            Segment::Staged(work) => work.iter().try_for_each(|work| work.queue(device)),
+            Segment::Staged(work) => queue(device, work),
         }
     }
 }

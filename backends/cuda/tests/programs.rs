@@ -13,8 +13,8 @@ use std::{
 };
 
 use freetoken_backend::{
-    Activation, Backend, Banked, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Fetch, Format,
-    MatMul, MatMulParams, Matrix, NoRoutePoints, Op, Precision, RouteAsk, RoutePoint, RouteReply,
+    Activation, Backend, Banked, Banks, Error, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Fetch,
+    Format, MatMul, MatMulParams, Matrix, NoRoutePoints, Op, Precision, RouteAsk, RoutePoint, RouteReply,
     RouteServer, Stage, TableChange, View, Weight, record,
 };
 use freetoken_cuda::{CardChoice, Cuda, CudaOptions, Submission, cards};
@@ -46,16 +46,14 @@ const WIDTH: usize = 64;
 const EXPERTS: usize = 6;
 
 /// The first card in both ways of submission; empty where there is none.
-fn backends() -> Vec<Cuda> {
+fn backends(precision: Precision) -> Vec<Cuda> {
     if let Err(error) = cards() {
         // Past the harness, which hides what a passing test prints.
         let text = format!("SKIPPED: {error}; no program of the CUDA backend was run\n");
         std::io::stderr().write_all(text.as_bytes()).expect("standard error");
         return Vec::new();
     }
-    let open = |submission| {
-        Cuda::open(&CardChoice::First, CudaOptions { precision: Precision::F32, submission }).unwrap()
-    };
+    let open = |submission| Cuda::open(&CardChoice::First, CudaOptions { precision, submission }).unwrap();
     vec![open(Submission::Staged), open(Submission::Graph)]
 }
 
@@ -94,7 +92,7 @@ fn floats(words: &[u32]) -> &[f32] {
 
 #[test]
 fn two_programs_and_eager_runs_share_a_card() {
-    for cuda in backends() {
+    for cuda in backends(Precision::F32) {
         let (x, y, z) = (vector(&cuda), vector(&cuda), vector(&cuda));
         let (twice, thrice, back) =
             (scale(&cuda, 2.0, &x, &y), scale(&cuda, 3.0, &y, &z), scale(&cuda, 0.5, &z, &x));
@@ -113,6 +111,57 @@ fn two_programs_and_eager_runs_share_a_card() {
         drop(first);
         second.replay(&mut NoRoutePoints).unwrap();
         assert_eq!(floats(second.output(0)), [2.0 * value; WIDTH], "y was not written again");
+    }
+}
+
+#[test]
+fn a_code_that_is_no_number_gives_none() {
+    // Rows of a kernel of decode, of one more, and of tiles.
+    for (precision, n_rows) in
+        [Precision::F32, Precision::Auto].into_iter().flat_map(|p| [(p, 1), (p, 5), (p, 40)])
+    {
+        let Some(cuda) = backends(precision).pop() else { return };
+        for (format, what) in [(Format::Fp8, "code"), (Format::Mxfp4, "scale")] {
+            let banks = Banks::new(0, format, WIDTH, WIDTH);
+            let mut bytes = vec![0x22; banks.end()];
+            if format == Format::Fp8 {
+                bytes[banks.scales.clone()]
+                    .chunks_exact_mut(4)
+                    .for_each(|b| b.copy_from_slice(&1.0_f32.to_ne_bytes()));
+            }
+            // In row 3 the last column, or its group.
+            match format {
+                Format::Fp8 => bytes[4 * WIDTH - 1] = 0xff,
+                _ => bytes[banks.scales.start + 4 * format.scale_row_bytes(WIDTH) - 1] = 0xff,
+            }
+            let memory = cuda.alloc(banks.end()).unwrap().whole();
+            cuda.write(&memory, &bytes).unwrap();
+            let rows = || cuda.alloc(n_rows * WIDTH * 4).unwrap().whole();
+            let (x, out) = (rows(), rows());
+            cuda.write(&x, bytemuck::cast_slice(&vec![1.0_f32; n_rows * WIDTH])).unwrap();
+            let op = MatMul {
+                out: out.clone(),
+                x,
+                rows: None,
+                norm: None,
+                weight: Matrix::from(Weight::in_banks(&memory, &banks, format, WIDTH, WIDTH)),
+                bias: None,
+                p: MatMulParams {
+                    n_rows: n_rows as u32,
+                    in_features: WIDTH as u32,
+                    out_features: WIDTH as u32,
+                    activation: Activation::None as u32,
+                    accumulate: 0,
+                    eps: 0.0,
+                },
+            };
+            cuda.run(&[op.into()]).unwrap();
+            let mut got = vec![0.0_f32; n_rows * WIDTH];
+            cuda.read(&out, bytemuck::cast_slice_mut(&mut got)).unwrap();
+            for (i, value) in got.iter().enumerate() {
+                assert_eq!(value.is_nan(), i % WIDTH == 3, "{format} {what}, {n_rows} rows: {i} is {value}");
+            }
+        }
     }
 }
 
@@ -203,7 +252,7 @@ fn nothing(_: &RouteAsk<'_>, _: &mut RouteReply) -> freetoken_backend::Result<()
 
 #[test]
 fn a_step_that_breaks_off_ends_soon_and_leaves_the_program_usable() {
-    for cuda in backends() {
+    for cuda in backends(Precision::F32) {
         let (mut program, _pool) = one_route_point(&cuda, 1);
         program.replay(&mut Decide(in_place)).unwrap();
         let expected = program.output(0).to_vec();
@@ -237,7 +286,7 @@ fn a_step_that_breaks_off_ends_soon_and_leaves_the_program_usable() {
 
 #[test]
 fn a_host_that_is_late_fails_the_step_and_not_the_next() {
-    for cuda in backends().into_iter().filter(rings) {
+    for cuda in backends(Precision::F32).into_iter().filter(rings) {
         let (mut program, _pool) = one_route_point(&cuda, 1);
         program.replay(&mut Decide(in_place)).unwrap();
         let expected = program.output(0).to_vec();
@@ -256,7 +305,7 @@ fn a_host_that_is_late_fails_the_step_and_not_the_next() {
 
 #[test]
 fn where_all_experts_have_a_slot_nothing_is_left_to_decide() {
-    for cuda in backends().into_iter().filter(rings) {
+    for cuda in backends(Precision::F32).into_iter().filter(rings) {
         let (mut program, _pool) = one_route_point(&cuda, 1);
         program.replay(&mut Decide(fetched)).unwrap();
         let expected = program.output(0).to_vec();
@@ -272,7 +321,7 @@ fn where_all_experts_have_a_slot_nothing_is_left_to_decide() {
 
 #[test]
 fn the_next_question_tells_how_long_a_fetch_took() {
-    for cuda in backends().into_iter().filter(rings) {
+    for cuda in backends(Precision::F32).into_iter().filter(rings) {
         let (mut program, _pool) = one_route_point(&cuda, 1);
         program.replay(&mut Decide(fetched)).unwrap();
         for expected_bytes in [Some(2 * record_bytes() as u64), None] {
@@ -291,7 +340,7 @@ fn the_next_question_tells_how_long_a_fetch_took() {
 
 #[test]
 fn more_rows_than_a_decode_step_are_served_as_well() {
-    for cuda in backends() {
+    for cuda in backends(Precision::F32) {
         let (mut one, _pool) = one_route_point(&cuda, 1);
         one.replay(&mut Decide(in_place)).unwrap();
         let (mut many, pool) = one_route_point(&cuda, 17);
@@ -311,7 +360,7 @@ fn more_rows_than_a_decode_step_are_served_as_well() {
 
 #[test]
 fn a_replay_allocates_nothing() {
-    for cuda in backends() {
+    for cuda in backends(Precision::F32) {
         let (mut program, pool) = one_route_point(&cuda, 1);
         let mut in_every_way = || {
             for way in [in_place, fetched, nothing] {
@@ -329,7 +378,7 @@ fn a_replay_allocates_nothing() {
 
 #[test]
 fn each_op_of_a_list_is_timed() {
-    for cuda in backends() {
+    for cuda in backends(Precision::F32) {
         let (x, y) = (vector(&cuda), vector(&cuda));
         cuda.write(&x, bytemuck::cast_slice(&[1.0_f32; WIDTH])).unwrap();
         let ops = [scale(&cuda, 2.0, &x, &y), scale(&cuda, 2.0, &y, &x)];

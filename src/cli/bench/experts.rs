@@ -31,8 +31,6 @@ const DEFAULT_SHAPE: &str = "qwen3-30b-a3b";
 const EXPERT_BYTES: usize = 1 << 30;
 /// Most experts that are made.
 const MAX_EXPERTS: usize = 1 << 16;
-/// Rows of the batches.
-const ROWS: [usize; 4] = [1, 2, 4, 16];
 /// Experts and plain reads are timed in so many turns, whose medians count: a machine's memory slows down and recovers.
 const TURNS: usize = 15;
 /// The calls of a turn read at least so many bytes.
@@ -45,11 +43,18 @@ const TURN_SECONDS: f64 = 5e-3;
 pub(super) struct ExpertsArgs {
     #[command(flatten)]
     subject: SubjectArgs,
+    /// Rows of the batches: up to 16 are decode, more are prefill.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,2,4,16",
+        value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
+    rows: Vec<u32>,
+    /// How many there are, to compare formats with as many rows an expert [default: a GiB of them].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
+    count: Option<u32>,
     #[command(flatten)]
     report: ReportArgs,
 }
 
-const COLUMNS: [Column; 7] = [
+const COLUMNS: [Column; 8] = [
     column("rows", "rows", 1.0, 0),
     column("experts", "experts", 1.0, 0),
     column("seconds", "us", 1e6, 1),
@@ -57,9 +62,10 @@ const COLUMNS: [Column; 7] = [
     column("bytes_per_second", "GB/s", 1e-9, 2),
     column("read_bytes_per_second", "read GB/s", 1e-9, 2),
     column("share_of_read", "% of read", 100.0, 1),
+    column("flops_per_second", "TFLOP/s", 1e-12, 1),
 ];
 
-/// Measures batches of 1, 2, 4 and 16 rows, each row with experts of its own as far as there are enough.
+/// Measures batches, each row with experts of its own as far as there are enough.
 pub(super) fn run(args: &ExpertsArgs) -> Result<()> {
     let backend = &*args.subject.device.open()?;
     let read_bandwidth = read_bandwidth(backend)?;
@@ -72,13 +78,14 @@ pub(super) fn run(args: &ExpertsArgs) -> Result<()> {
         ensure!(format.takes_cols(cols), "{format} takes rows of whole groups, and {cols} columns are none");
     }
     let expert_bytes = record(format, hidden, intermediate).weight_bytes();
-    let n_experts = EXPERT_BYTES.div_ceil(expert_bytes).clamp(top_k, MAX_EXPERTS);
+    let n_experts = args.count.map_or(EXPERT_BYTES.div_ceil(expert_bytes), |count| count as usize);
+    let n_experts = n_experts.clamp(top_k, MAX_EXPERTS);
     let bytes = (n_experts * expert_bytes) as u64;
     let fits = os::available_memory().is_none_or(|free| bytes < free);
     ensure!(fits, "the experts take {}, more than the memory that is free", BinaryBytes(bytes));
     let experts = make(args, format, n_experts, hidden, intermediate, backend)?;
     let mut table = Table::new(&COLUMNS);
-    for n_rows in ROWS {
+    for n_rows in args.rows.iter().map(|&n| n as usize) {
         let shape = ExpertMlpParams {
             n_rows: n_rows as u32,
             top_k: top_k as u32,
@@ -99,6 +106,7 @@ pub(super) fn run(args: &ExpertsArgs) -> Result<()> {
             (bytes / seconds).into(),
             median(turns.iter().map(|turn| turn.read_bandwidth)).into(),
             median(turns.iter().map(|turn| bytes / turn.seconds / turn.read_bandwidth)).into(),
+            (6.0 * (n_rows * top_k * hidden * intermediate) as f64 / seconds).into(),
         ]);
     }
     let subject = format!("experts of {hidden}x{intermediate} in {format}, top {top_k} of {n_experts}");

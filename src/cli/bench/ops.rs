@@ -1,32 +1,44 @@
-//! Each op of a decode step by itself, as the device times it, grouped by what it is.
+//! Each op of a step by itself, as the device times it, grouped by what it is; and the whole step beside them.
 
-use anyhow::Result;
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
 use clap::Args;
-use freetoken_backend::{Backend, Op};
+use freetoken_backend::{Backend, KernelCosts, Op};
 
 use super::{
     super::{memory::MemoryArgs, synth::n_distinct},
     report::ReportArgs,
     subject::{DecodeArgs, Subject, SubjectArgs, WARM_UP, kv_token_bytes},
-    table::{Column, Table, column},
+    table::{Cell, Column, Table, column},
 };
 use crate::engine::Sequence;
 
-/// Each op of a decode step by itself; and, of a recurrent model, all ops that stand in for attention together.
+/// Each op of a step by itself: of decode steps, and with --prompt of the chunk that a prompt is; and of a recurrent model, all ops
+/// of a decode step that stand in for attention together.
+///
+/// Below the ops of a decode step stands the step as it runs, what of it is no kernel's work but between them, and what as many
+/// kernels that do nothing take, where the device tells. "% of products" is the rate of a matrix product as a share of the one
+/// at which the device multiplies without reading anything, measured in the same run.
 #[derive(Debug, Args)]
 pub(super) struct OpsArgs {
     #[command(flatten)]
     subject: SubjectArgs,
     #[command(flatten)]
     decode: DecodeArgs,
+    /// Also measure the ops of prompts of so many tokens, each in one chunk.
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    prompt: Vec<u32>,
     #[command(flatten)]
     memory: MemoryArgs,
     #[command(flatten)]
     report: ReportArgs,
 }
 
-const COLUMNS: [Column; 9] = [
+const COLUMNS: [Column; 13] = [
+    column("stage", "stage", 1.0, 0),
     column("op", "op", 1.0, 0),
+    column("prompt", "prompt", 1.0, 0),
     column("depth", "depth", 1.0, 0),
     column("batch", "batch", 1.0, 0),
     column("calls", "calls", 1.0, 0),
@@ -35,7 +47,12 @@ const COLUMNS: [Column; 9] = [
     column("bytes", "MB a step", 1e-6, 3),
     column("bytes_per_second", "GB/s", 1e-9, 2),
     column("share_of_read", "% of read", 100.0, 1),
+    column("flops_per_second", "TFLOP/s", 1e-12, 1),
+    column("share_of_products", "% of products", 100.0, 1),
 ];
+
+/// Steps of a prompt that are timed, behind one that is not.
+const PROMPT_STEPS: usize = 5;
 
 /// Ops of one kind in one step.
 struct Group {
@@ -43,74 +60,153 @@ struct Group {
     n_calls: usize,
     seconds: f64,
     bytes: f64,
+    /// Of matrix products.
+    flops: f64,
 }
 
-/// Measures every depth with every batch.
-pub(super) fn run(args: &OpsArgs) -> Result<()> {
-    let options = args.decode.options(args.decode.deepest() + WARM_UP + args.decode.decode as usize);
-    let mut subject = Subject::open(&args.subject, &args.memory, options)?;
-    let read_bandwidth = subject.read_bandwidth()?;
-    let mut table = Table::new(&COLUMNS);
-    subject.at_each_depth(&args.decode, |subject, depth, sequences| {
-        let (mut groups, delta_nets) = step(subject, sequences, args.decode.decode as usize)?;
-        groups.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-        let step_seconds: f64 = groups.iter().map(|group| group.seconds).sum();
-        let (n_calls, bytes) = groups.iter().fold((0, 0.0), |(n, bytes), g| (n + g.n_calls, bytes + g.bytes));
-        groups.extend(delta_nets);
-        groups.push(Group { name: "all".into(), n_calls, seconds: step_seconds, bytes });
-        for Group { name, n_calls, seconds, bytes } in groups {
-            table.push([
-                name.as_str().into(),
-                depth.into(),
-                sequences.len().into(),
-                n_calls.into(),
-                seconds.into(),
-                (seconds / step_seconds).into(),
-                bytes.into(),
-                (bytes / seconds).into(),
-                (bytes / seconds / read_bandwidth).into(),
-            ]);
+/// The groups of a step; largest first, once sorted.
+#[derive(Default)]
+struct Groups(Vec<Group>);
+
+impl Groups {
+    /// Adds what one of `n_steps` steps measured; `is_first` of them counts calls.
+    fn add(&mut self, op: &Op, seconds: f64, bytes: f64, n_steps: usize, is_first: bool) {
+        self.add_to(name(op), op, seconds, bytes, n_steps, is_first);
+    }
+
+    /// The same in the group of a name.
+    fn add_to(&mut self, name: String, op: &Op, seconds: f64, bytes: f64, n_steps: usize, is_first: bool) {
+        let n_steps = n_steps as f64;
+        let group = match self.0.iter_mut().position(|group| group.name == name) {
+            Some(i) => &mut self.0[i],
+            None => self.0.push_mut(Group { name, n_calls: 0, seconds: 0.0, bytes: 0.0, flops: 0.0 }),
+        };
+        group.n_calls += usize::from(is_first);
+        group.seconds += seconds / n_steps;
+        group.bytes += bytes / n_steps;
+        if matches!(op, Op::MatMul(_) | Op::ExpertMlp(_)) {
+            group.flops += op.spec().flops() as f64 / n_steps;
         }
+    }
+
+    /// The largest first, and behind them all together.
+    fn summed(mut self) -> Vec<Group> {
+        self.0.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+        let sum = |of: fn(&Group) -> f64| self.0.iter().map(of).sum::<f64>();
+        let all = Group {
+            name: "all".into(),
+            n_calls: self.0.iter().map(|group| group.n_calls).sum(),
+            seconds: sum(|group| group.seconds),
+            bytes: sum(|group| group.bytes),
+            flops: 0.0,
+        };
+        self.0.push(all);
+        self.0
+    }
+}
+
+/// Where the rows of a step belong.
+struct Stage {
+    name: &'static str,
+    prompt: Cell,
+    depth: Cell,
+    batch: usize,
+}
+
+/// Measures every prompt, then every depth with every batch.
+pub(super) fn run(args: &OpsArgs) -> Result<()> {
+    let longest = args.prompt.iter().copied().max().unwrap_or(0) as usize;
+    let deepest = args.decode.deepest() + WARM_UP + args.decode.decode as usize;
+    let mut subject = Subject::open(&args.subject, &args.memory, args.decode.options(deepest.max(longest)))?;
+    let read_bandwidth = subject.read_bandwidth()?;
+    let product_rate = subject.engine.backend().product_rate()?;
+    let mut table = Table::new(&COLUMNS);
+    let mut push = |stage: &Stage, group: &Group, whole: f64| {
+        let rate = |amount: f64| if amount > 0.0 { (amount / group.seconds).into() } else { Cell::Empty };
+        let product_share =
+            product_rate.filter(|_| group.flops > 0.0).map(|r| group.flops / group.seconds / r);
+        table.push([
+            stage.name.into(),
+            group.name.as_str().into(),
+            stage.prompt.clone(),
+            stage.depth.clone(),
+            stage.batch.into(),
+            group.n_calls.into(),
+            group.seconds.into(),
+            (group.seconds / whole).into(),
+            if group.bytes > 0.0 { group.bytes.into() } else { Cell::Empty },
+            rate(group.bytes),
+            rate(group.bytes / read_bandwidth),
+            rate(group.flops),
+            product_share.map_or(Cell::Empty, Cell::from),
+        ]);
+    };
+    for &prompt in &args.prompt {
+        let groups = prompt_step(&mut subject, prompt as usize)?.summed();
+        let stage = Stage { name: "prefill", prompt: (prompt as usize).into(), depth: Cell::Empty, batch: 1 };
+        let whole = groups.last().map_or(0.0, |all| all.seconds);
+        groups.iter().for_each(|group| push(&stage, group, whole));
+    }
+    subject.at_each_depth(&args.decode, |subject, depth, sequences| {
+        let (groups, delta_nets, seconds) = step(subject, sequences, args.decode.decode as usize)?;
+        let mut groups = groups.summed();
+        groups.splice(groups.len() - 1..groups.len() - 1, delta_nets.0);
+        let stage =
+            Stage { name: "decode", prompt: Cell::Empty, depth: depth.into(), batch: sequences.len() };
+        let all = groups.last().expect("all of them together");
+        groups.iter().for_each(|group| push(&stage, group, all.seconds));
+        let costs = subject.engine.backend().kernel_costs(&subject.ops(sequences.len()))?;
+        as_it_runs(all, seconds, costs).iter().for_each(|group| push(&stage, group, seconds));
         Ok(())
     })?;
     subject.report(read_bandwidth, table, &args.report)
 }
 
-/// Means of `n_steps` steps, by what an op is; and of the ops of delta nets once more together, where there are any. A real step goes
-/// before each, so that the buffers hold its input.
-fn step(
-    subject: &mut Subject,
-    sequences: &mut [Sequence],
-    n_steps: usize,
-) -> Result<(Vec<Group>, Option<Group>)> {
+/// The step as it runs, and where the device tells, what of it no kernel works, beside what empty kernels take. What a kernel
+/// works is what its op takes by itself beyond an empty one.
+fn as_it_runs(all: &Group, seconds: f64, costs: Option<KernelCosts>) -> Vec<Group> {
+    let row = |name: &str, n_calls: usize, seconds: f64, bytes: f64| Group {
+        name: name.into(),
+        n_calls,
+        seconds,
+        bytes,
+        flops: 0.0,
+    };
+    let mut rows = vec![row("the step as it runs", 1, seconds, all.bytes)];
+    if let Some(KernelCosts { n_kernels, empty_kernel, empty_op }) = costs {
+        let n_more = n_kernels.saturating_sub(all.n_calls) as f64;
+        let work = all.seconds - all.n_calls as f64 * empty_op - n_more * empty_kernel;
+        rows.push(row("between kernels", n_kernels, seconds - work, 0.0));
+        rows.push(row("as many empty kernels", n_kernels, n_kernels as f64 * empty_kernel, 0.0));
+    }
+    rows
+}
+
+/// Means of `n_steps` decode steps, by what an op is; of the ops of delta nets once more together, where there are any; and of the
+/// seconds of the real steps that go before each, so that the buffers hold its input.
+fn step(subject: &mut Subject, sequences: &mut [Sequence], n_steps: usize) -> Result<(Groups, Groups, f64)> {
     let ops = subject.ops(sequences.len());
     let is_delta_net = of_delta_nets(&ops);
-    let mut groups: Vec<Group> = Vec::new();
-    let mut delta_nets = Group { name: "delta nets".into(), n_calls: 0, seconds: 0.0, bytes: 0.0 };
+    let (mut groups, mut delta_nets, mut whole) = (Groups::default(), Groups::default(), 0.0);
     for step in 0..WARM_UP + n_steps {
+        let start = Instant::now();
         subject.decode(sequences)?;
+        let seconds = start.elapsed().as_secs_f64();
         let kv_tokens: usize = sequences.iter().map(Sequence::n_computed).sum();
-        groups
-            .iter_mut()
-            .chain([&mut delta_nets])
-            .filter(|_| step == WARM_UP)
-            .for_each(|group| (group.seconds, group.bytes) = (0.0, 0.0));
-        let seconds = subject.engine.backend().time(&ops)?;
-        for ((op, &is_delta_net), seconds) in ops.iter().zip(&is_delta_net).zip(seconds) {
-            let name = name(op);
-            let bytes = bytes(subject.engine.backend(), op, kv_tokens)?;
-            let group = match groups.iter_mut().position(|group| group.name == name) {
-                Some(i) => &mut groups[i],
-                None => groups.push_mut(Group { name, n_calls: 0, seconds: 0.0, bytes: 0.0 }),
-            };
-            for group in [Some(group), is_delta_net.then_some(&mut delta_nets)].into_iter().flatten() {
-                group.n_calls += usize::from(step == 0);
-                group.seconds += seconds / n_steps as f64;
-                group.bytes += bytes / n_steps as f64;
+        let times = subject.engine.backend().time(&ops)?;
+        if step < WARM_UP {
+            continue;
+        }
+        whole += seconds / n_steps as f64;
+        for ((op, &is_delta_net), seconds) in ops.iter().zip(&is_delta_net).zip(times) {
+            let (bytes, is_first) = (bytes(subject.engine.backend(), op, kv_tokens)?, step == WARM_UP);
+            groups.add(op, seconds, bytes, n_steps, is_first);
+            if is_delta_net {
+                delta_nets.add_to("delta nets".into(), op, seconds, bytes, n_steps, is_first);
             }
         }
     }
-    Ok((groups, Some(delta_nets).filter(|group| group.n_calls > 0)))
+    Ok((groups, delta_nets, whole))
 }
 
 /// Which ops make delta nets: the convolution and the rule, the projections of the same rows in front of them, and the one behind.
@@ -132,6 +228,30 @@ fn of_delta_nets(ops: &[Op]) -> Vec<bool> {
         _ => false,
     };
     ops.iter().enumerate().map(is_of_one).collect()
+}
+
+/// The ops of a prompt of one chunk.
+fn prompt_step(subject: &mut Subject, n_tokens: usize) -> Result<Groups> {
+    let ops = subject.prompt_ops(n_tokens);
+    let rows =
+        ops.iter().find_map(|op| if let Op::Embed(op) = op { Some(op.p.n_rows as usize) } else { None });
+    ensure!(
+        rows.is_some_and(|rows| n_tokens <= rows),
+        "a prompt of {n_tokens} tokens is more than a chunk of {}: ask for a shorter one",
+        rows.unwrap_or(0)
+    );
+    let mut sequence = subject.sequence();
+    subject.bring_to(n_tokens, &mut sequence)?;
+    let mut groups = Groups::default();
+    for step in 0..=PROMPT_STEPS {
+        let times = subject.engine.backend().time(&ops)?;
+        for (op, seconds) in ops.iter().zip(times).filter(|_| step > 0) {
+            let bytes = bytes(subject.engine.backend(), op, n_tokens)?;
+            groups.add(op, seconds, bytes, PROMPT_STEPS, step == 1);
+        }
+    }
+    subject.engine.release(&mut sequence);
+    Ok(groups)
 }
 
 /// Ops of one name and one shape are a group; of projections the shape tells which it is.

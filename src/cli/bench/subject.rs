@@ -255,12 +255,21 @@ impl Subject {
 
     /// All ops of a decode step.
     pub(super) fn ops(&self, n_sequences: usize) -> Vec<Op> {
-        let ops = |stage: Stage| match stage {
-            Stage::Ops(ops) => ops,
-            Stage::Route(point) => vec![point.mlp.into()],
-        };
-        self.engine.decode_stages(n_sequences).into_iter().flat_map(ops).collect()
+        ops_of(self.engine.decode_stages(n_sequences))
     }
+
+    /// All ops of a chunk of a prompt, as long as one can be.
+    pub(super) fn prompt_ops(&self, n_tokens: usize) -> Vec<Op> {
+        ops_of(self.engine.prefill_stages(n_tokens))
+    }
+}
+
+fn ops_of(stages: Vec<Stage>) -> Vec<Op> {
+    let ops = |stage| match stage {
+        Stage::Ops(ops) => ops,
+        Stage::Route(point) => vec![point.mlp.into()],
+    };
+    stages.into_iter().flat_map(ops).collect()
 }
 
 /// Bytes of one layer's cache for each token in it.

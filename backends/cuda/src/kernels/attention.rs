@@ -95,5 +95,5 @@ fn decode(op: &Attention, card: &CardFacts) -> (Vec<Launch>, usize) {
     let records = p.n_rows as usize * p.n_heads as usize * ranges as usize;
     let mut args = args(op);
     args.extend([scratch.place(4 * records * (p.head_dim as usize + 4)), Arg::Counters]);
-    (vec![launch(kernel, [ranges, blocks_per_row, p.n_rows], 128, args)], scratch.bytes)
+    (vec![launch(kernel, [ranges, blocks_per_row, p.n_rows], 128, args).early()], scratch.bytes)
 }

@@ -2,7 +2,7 @@
 //! tiles for more, on tensor cores where precision and format allow it.
 
 use bytemuck::{Pod, Zeroable};
-use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format, OpSpec, Precision};
+use freetoken_backend::{Banks, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, OpSpec, Precision};
 
 use super::{
     MAX_DECODE_ROWS, Scratch, by_format, decode_columns, is_aligned, launch, matmul::mma_shared_bytes,
@@ -131,35 +131,55 @@ fn decode(
         ];
         return (launches, scratch.bytes);
     }
-    macro_rules! names {
-        ($of:literal, $n:literal) => {
-            (concat!("expert_gate_up_", $of, "_n", $n), concat!("expert_down_", $of, "_n", $n))
-        };
-    }
-    // Kernels for weights with scales take 2 or 8 rows of an expert at a time; the fewer, the more warps there are. Further rows
-    // read the expert again, out of a cache where it does not come over the link.
-    let is_sparse = n_routes <= 2 * p.n_experts && (p.in_place == 0 || p.n_rows <= 2);
-    let (up, down) = match (of, p.n_rows) {
-        (Format::F32, 0..=1) => names!("f32", 1),
-        (Format::F32, _) => names!("f32", 16),
-        (Format::Bf16, 0..=1) => names!("bf16", 1),
-        (Format::Bf16, 2..=4) => names!("bf16", 4),
-        (Format::Bf16, _) => names!("bf16", 16),
-        (Format::F16, _) => names!("f16", 1),
-        (Format::Fp8, _) if is_sparse => names!("fp8", 2),
-        (Format::Fp8, _) => names!("fp8", 8),
-        (Format::Nvfp4, _) if is_sparse => names!("nvfp4", 2),
-        (Format::Nvfp4, _) => names!("nvfp4", 8),
-        (Format::Mxfp4, _) if is_sparse => names!("mxfp4", 2),
-        (Format::Mxfp4, _) => names!("mxfp4", 8),
-    };
-    // Columns of a block.
-    let (up_columns, down_columns) = if of.group().is_some() { (16, 32) } else { (2 * WARPS, 4 * WARPS) };
+    let Decode { up, down, warps, rows } = decode_kernels(of, p);
     let launches = vec![
-        launch(up, [p.intermediate.div_ceil(up_columns), n_routes, 1], 32 * WARPS, up_args),
-        launch(down, [p.hidden.div_ceil(down_columns), n_routes, 1], 32 * WARPS, down_args),
+        launch(up, [p.intermediate.div_ceil(rows / 2), n_routes, 1], 32 * warps, up_args).early(),
+        launch(down, [p.hidden.div_ceil(rows), n_routes, 1], 32 * warps, down_args).early(),
     ];
     (launches, scratch.bytes)
+}
+
+/// Kernels for few rows of `x`.
+struct Decode {
+    up: &'static str,
+    down: &'static str,
+    /// Warps of a block.
+    warps: u32,
+    /// Rows of weights that a block takes: of down, or half of them of gate and half of up.
+    rows: u32,
+}
+
+fn decode_kernels(of: Format, p: &ExpertMlpParams) -> Decode {
+    macro_rules! kernels {
+        ($of:literal, $n:literal, $warps:literal, $rows:literal) => {
+            Decode {
+                up: concat!("expert_gate_up_", $of, "_n", $n),
+                down: concat!("expert_down_", $of, "_n", $n),
+                warps: $warps,
+                rows: $rows,
+            }
+        };
+    }
+    // Kernels for weights with scales take 1, 2 or 8 rows of an expert at a time; the fewer, the more warps there are. Further
+    // rows read the expert again, out of a cache where it does not come over the link.
+    let is_sparse = p.n_rows * p.top_k <= 2 * p.n_experts && (p.in_place == 0 || p.n_rows <= 2);
+    match (of, p.n_rows) {
+        (Format::F32, 0..=1) => kernels!("f32", 1, 4, 16),
+        (Format::F32, _) => kernels!("f32", 16, 4, 16),
+        (Format::Bf16, 0..=1) => kernels!("bf16", 1, 4, 16),
+        (Format::Bf16, 2..=4) => kernels!("bf16", 4, 4, 16),
+        (Format::Bf16, _) => kernels!("bf16", 16, 4, 16),
+        (Format::F16, _) => kernels!("f16", 1, 4, 16),
+        (Format::Fp8, 0..=1) => kernels!("fp8", 1, 4, 32),
+        (Format::Fp8, _) if is_sparse => kernels!("fp8", 2, 2, 32),
+        (Format::Fp8, _) => kernels!("fp8", 8, 4, 32),
+        (Format::Nvfp4, 0..=1) => kernels!("nvfp4", 1, 4, 32),
+        (Format::Nvfp4, _) if is_sparse => kernels!("nvfp4", 2, 2, 32),
+        (Format::Nvfp4, _) => kernels!("nvfp4", 8, 4, 32),
+        (Format::Mxfp4, 0..=1) => kernels!("mxfp4", 1, 4, 32),
+        (Format::Mxfp4, _) if is_sparse => kernels!("mxfp4", 2, 2, 32),
+        (Format::Mxfp4, _) => kernels!("mxfp4", 8, 4, 32),
+    }
 }
 
 fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: bool) -> (Vec<Launch>, usize) {

@@ -28,7 +28,7 @@ pub(super) fn launches(op: &GatedDelta, precision: Precision, card: &CardFacts) 
     }
     let in_chunks = precision == Precision::Auto && p.n_rows > MAX_DECODE_ROWS;
     let few_heads = 2 * p.n_value_heads * p.n_sequences <= card.sms;
-    if p.n_rows <= MAX_DECODE_ROWS && few_heads && card.clusters {
+    if p.n_rows <= MAX_DECODE_ROWS && few_heads && card.sm_90 {
         let grid = [p.n_value_heads * SLICES, p.n_sequences, 1];
         return (vec![launch("gated_delta_slices", grid, 256, args(op))], 0);
     }

@@ -181,7 +181,7 @@ fn gemv(op: &MatMul, part: &Part<'_>) -> Launch {
         return launch("matmul_gemv_any", [part.n_columns.div_ceil(4), p.n_rows, 1], 128, args);
     };
     let columns = if op.is_glu() { rows_per_block / 2 } else { rows_per_block };
-    launch(kernel, [part.n_columns.div_ceil(columns), 1, 1], 32 * warps, args)
+    launch(kernel, [part.n_columns.div_ceil(columns), 1, 1], 32 * warps, args).early()
 }
 
 /// A kernel for few rows of `x`.

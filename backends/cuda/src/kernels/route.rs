@@ -49,7 +49,7 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
             format(op.norm.format),
         ];
         let grid = [(p.n_experts + shared.is_some() as u32).div_ceil(WARPS), 1, 1];
-        return Ok((vec![launch(kernel, grid, 32 * WARPS, args)], scratch.bytes));
+        return Ok((vec![launch(kernel, grid, 32 * WARPS, args).early()], scratch.bytes));
     }
     let norm = vec![
         view(&op.normed),

@@ -1,4 +1,4 @@
-//! Ops of one small kernel, and the plain read that benches compare with.
+//! Ops of one small kernel, and what benches compare with: a plain read, nothing, and products.
 
 use freetoken_backend::{Combine, EditLogits, Embed, Format, OpSpec, RopeCache, ShortConv, View};
 
@@ -13,7 +13,7 @@ pub(super) fn embed(op: &Embed) -> Launch {
         Arg::View(op.table.view.clone()),
         format(op.table.format),
     ];
-    launch("embed", [op.p.hidden.div_ceil(1024), op.p.n_rows, 1], 256, args)
+    launch("embed", [op.p.hidden.div_ceil(1024), op.p.n_rows, 1], 256, args).early()
 }
 
 pub(super) fn rope_cache(op: &RopeCache) -> Result<Launch, Unsupported> {
@@ -39,7 +39,7 @@ pub(super) fn rope_cache(op: &RopeCache) -> Result<Launch, Unsupported> {
         Arg::U32(op.kv.n_pages as u32),
         Arg::U32(op.q_stride()),
     ];
-    Ok(launch("rope_cache", [(p.n_heads + 2 * p.n_kv_heads).div_ceil(4), p.n_rows, 1], 128, args))
+    Ok(launch("rope_cache", [(p.n_heads + 2 * p.n_kv_heads).div_ceil(4), p.n_rows, 1], 128, args).early())
 }
 
 /// Rows of a tile of [`ShortConv`]: one where all may be of different sequences.
@@ -59,7 +59,7 @@ pub(super) fn short_conv(op: &ShortConv) -> Launch {
         format(op.weight.format),
         Arg::U32(tile),
     ];
-    launch("short_conv", [p.channels.div_ceil(128), p.n_rows.div_ceil(tile), 1], 128, args)
+    launch("short_conv", [p.channels.div_ceil(128), p.n_rows.div_ceil(tile), 1], 128, args).early()
 }
 
 pub(super) fn combine(op: &Combine) -> Launch {
@@ -75,12 +75,12 @@ pub(super) fn combine(op: &Combine) -> Launch {
         rows,
         gates,
     ];
-    launch("combine", [op.p.hidden.div_ceil(128), op.p.n_rows, 1], 128, args)
+    launch("combine", [op.p.hidden.div_ceil(128), op.p.n_rows, 1], 128, args).early()
 }
 
 pub(super) fn edit_logits(op: &EditLogits) -> Launch {
     let args = vec![params(op.params()), Arg::View(op.logits.clone()), Arg::View(op.edits.clone())];
-    launch("edit_logits", [1, 1, 1], 1024, args)
+    launch("edit_logits", [1, 1, 1], 1024, args).early()
 }
 
 /// Reads a view once. Its word of scratch is written only if the view's words cancel out to this very number.
@@ -89,4 +89,21 @@ pub(crate) fn read(view: &View, card: &CardFacts) -> Launch {
     let n_vectors = (view.bytes() / 16) as u32;
     let args = vec![Arg::Scratch(0), Arg::View(view.clone()), Arg::U32(n_vectors), Arg::U32(NEVER)];
     launch("read", [4 * card.sms, 1, 1], 512, args)
+}
+
+/// Does nothing.
+pub(crate) fn empty() -> Launch {
+    launch("empty", [1, 1, 1], 32, vec![]).early()
+}
+
+/// Multiplies out of registers, and how many floating-point operations that is.
+pub(crate) fn products(card: &CardFacts) -> (Launch, f64) {
+    const TURNS: u32 = 4096;
+    /// No sum of a product of its kind.
+    const NEVER: f32 = -1.0;
+    let n_blocks = 2 * card.sms;
+    let args = vec![Arg::Scratch(0), Arg::U32(TURNS), Arg::U32(NEVER.to_bits())];
+    // Eight warps, eight tiles of 16 x 8 x 16 in a turn.
+    let flops = f64::from(n_blocks) * 8.0 * 8.0 * f64::from(TURNS) * 2.0 * (16 * 8 * 16) as f64;
+    (launch("mma_rate", [n_blocks, 1, 1], 256, args), flops)
 }

@@ -32,5 +32,5 @@ pub(super) fn launches(op: &TopLogits) -> Result<(Vec<Launch>, usize), Unsupport
         scratch.place(8 * blocks),
         Arg::Counters,
     ];
-    Ok((vec![launch("top_logits", [n_segments, p.n_rows, 1], 1024, args)], scratch.bytes))
+    Ok((vec![launch("top_logits", [n_segments, p.n_rows, 1], 1024, args).early()], scratch.bytes))
 }

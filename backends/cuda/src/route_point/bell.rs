@@ -297,7 +297,7 @@ impl BellPoint {
     fn launch(&self, kernel: &'static str, n_blocks: u32, threads: u32, more: Vec<Arg>) -> Launch {
         let mut args = vec![Arg::Params(bytemuck::bytes_of(&self.parameters).to_vec())];
         args.extend(more);
-        Launch { kernel, grid: [n_blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0, args }
+        Launch { kernel, grid: [n_blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0, args, early: false }
     }
 
     /// Serves the route point in a replay that began behind question `before`.
