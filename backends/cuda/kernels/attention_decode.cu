@@ -15,7 +15,10 @@ constexpr int WARPS = 4;
 constexpr int BATCH = 4;
 // Ranges are a multiple of this many tokens.
 constexpr u32 RANGE_TOKENS = 32;
-constexpr u32 MAX_RANGES = 64;
+constexpr u32 MAX_RANGES = 128;
+// Up to so many ranges are as short as they can be, more of them this long at least: whoever merges them reads them all.
+constexpr u32 FEW_RANGES = 32;
+constexpr u32 LONG_RANGE = 128;
 
 #define ATTENTION_ARGUMENTS                                                              \
   AttentionParams p, float *out, const float *q, const void *kv, const int *block_table, \
@@ -64,8 +67,9 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
     return;
   }
   const u32 length = min((u32)positions[row] + 1, p.max_pages * PAGE_TOKENS);
-  const u32 tokens_per_range =
-      ((length + n_ranges - 1) / n_ranges + RANGE_TOKENS - 1) / RANGE_TOKENS * RANGE_TOKENS;
+  const u32 few = min(n_ranges, FEW_RANGES), long_range = min((length + few - 1) / few, LONG_RANGE);
+  const u32 shortest = max((length + n_ranges - 1) / n_ranges, long_range);
+  const u32 tokens_per_range = (shortest + RANGE_TOKENS - 1) / RANGE_TOKENS * RANGE_TOKENS;
   const u32 n_live = (length + tokens_per_range - 1) / tokens_per_range;
   if (range >= n_live) return;
   const u32 begin = range * tokens_per_range, end = min(begin + tokens_per_range, length);
@@ -198,19 +202,25 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
   __shared__ float weights[HEADS][MAX_RANGES];
   const float* records = partial + first_record * RECORD;
   for (u32 h = warp; h < n_heads; h += WARPS) {
-    float maxima[2], sums[2];
+    constexpr u32 PER_LANE = MAX_RANGES / 32;
+    float maxima[PER_LANE], sums[PER_LANE], max = NEG_INFINITY, sum = 0.0f;
 #pragma unroll
-    for (u32 i = 0; i < 2; i++) {
+    for (u32 i = 0; i < PER_LANE; i++) {
       const u32 r = i * 32 + lane;
       const float* record = records + (i64)(h * n_ranges + min(r, n_live - 1)) * RECORD;
       maxima[i] = r < n_live ? record[D] : NEG_INFINITY;
       sums[i] = r < n_live ? record[D + 1] : 0.0f;
+      max = fmaxf(max, maxima[i]);
     }
-    const float max = warp_max(fmaxf(maxima[0], maxima[1]));
-    const float shrink[2] = {exp2_below(maxima[0], max), exp2_below(maxima[1], max)};
-    const float sum = warp_sum(sums[0] * shrink[0] + sums[1] * shrink[1]);
-    weights[h][lane] = shrink[0] / sum;
-    weights[h][32 + lane] = shrink[1] / sum;
+    max = warp_max(max);
+#pragma unroll
+    for (u32 i = 0; i < PER_LANE; i++) {
+      maxima[i] = exp2_below(maxima[i], max);
+      sum += sums[i] * maxima[i];
+    }
+    sum = warp_sum(sum);
+#pragma unroll
+    for (u32 i = 0; i < PER_LANE; i++) weights[h][i * 32 + lane] = maxima[i] / sum;
   }
   __syncthreads();
   for (u32 i = threadIdx.x; i < n_heads * D / 4; i += blockDim.x) {
@@ -251,3 +261,4 @@ ATTENTION_DECODE(bf16, Bf16, 128, 1)
 ATTENTION_DECODE(bf16, Bf16, 128, 4)
 ATTENTION_DECODE(bf16, Bf16, 128, 8)
 ATTENTION_DECODE(bf16, Bf16, 256, 4)
+ATTENTION_DECODE(bf16, Bf16, 256, 8)

@@ -9,7 +9,9 @@ use crate::launch::{Arg, CardFacts, Launch, N_COUNTERS, Unsupported};
 /// Tokens of the shortest range that a block walks.
 const RANGE_TOKENS: u32 = 32;
 /// Most ranges of a row.
-const MAX_RANGES: u32 = 64;
+const MAX_RANGES: u32 = 128;
+/// Blocks a multiprocessor.
+const BLOCKS_PER_SM: u32 = 2;
 /// Rows of a tensor-core tile.
 const TILE_ROWS: u32 = 64;
 
@@ -83,13 +85,14 @@ fn decode(op: &Attention, card: &CardFacts) -> (Vec<Launch>, usize) {
         (true, 128, 1) => ("attention_decode_bf16_d128_h1", 1),
         (true, 128, 2..=4) => ("attention_decode_bf16_d128_h4", 4),
         (true, 128, _) => ("attention_decode_bf16_d128_h8", 8),
-        (true, _, _) => ("attention_decode_bf16_d256_h4", 4),
+        (true, _, 1..=4) => ("attention_decode_bf16_d256_h4", 4),
+        (true, _, _) => ("attention_decode_bf16_d256_h8", 8),
     };
     let blocks_per_row = p.n_kv_heads * group.div_ceil(heads);
     let n_blocks = p.n_rows * blocks_per_row;
-    // A block a multiprocessor, but no range that could never be used.
+    // Blocks for all multiprocessors, but no range that could never be used.
     let most = p.max_pages.div_ceil(RANGE_TOKENS / PAGE_TOKENS as u32);
-    let ranges = card.sms.div_ceil(n_blocks).min(most).clamp(1, MAX_RANGES);
+    let ranges = (BLOCKS_PER_SM * card.sms).div_ceil(n_blocks).min(most).clamp(1, MAX_RANGES);
     let ranges = if n_blocks as usize > N_COUNTERS { 1 } else { ranges };
     let mut scratch = Scratch::default();
     let records = p.n_rows as usize * p.n_heads as usize * ranges as usize;
