@@ -22,6 +22,7 @@ use crate::{
     hub::{self, HubError, ModelName},
     model_files::ModelFiles,
     models,
+    moe::ExpertPlan,
 };
 
 /// Context that is made room for unless one is asked for: long enough for a conversation, small enough for a laptop.
@@ -123,7 +124,8 @@ impl ModelArgs {
         let backend = self.device.open()?;
         let options = self.memory.options(options, &*backend, &self.device)?;
         let plan = files.plan(&*backend, &options)?;
-        if plan.demand.n_experts > 0 {
+        // Where everything fits there is nothing to know.
+        if plan.experts != ExpertPlan::Resident {
             note(&format!("plan: {}", Said::new(&plan, &*backend, &options).text()));
         }
         let progress = Progress::bytes("loading", files.checkpoint().total_bytes());

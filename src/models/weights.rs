@@ -758,13 +758,16 @@ fn format_of(name: &str, dtype: Dtype) -> Result<Format, TensorError> {
     }
 }
 
+/// A tensor, or why there is none.
+type Fetched = Result<(Dtype, HostBytes), TensorError>;
+
 /// A matrix of any format, by the name of its weight; `fetch` gives the tensors that it is made of.
 pub(super) fn matrix_of(
     source: &dyn WeightSource,
     name: &str,
     [rows, cols]: [usize; 2],
     is_blank: bool,
-    fetch: &mut dyn FnMut(&str, &[usize]) -> Result<(Dtype, HostBytes), TensorError>,
+    fetch: &mut dyn FnMut(&str, &[usize]) -> Fetched,
 ) -> Result<HostMatrix, TensorError> {
     let dtype = |name: &str| source.spec(name).map(|(dtype, _)| dtype);
     let module = name.strip_suffix(".weight");
