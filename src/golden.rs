@@ -332,7 +332,9 @@ fn close(
     let disagree = rows.filter(|(got, want)| best(got) != best(want)).count() as f64 / tokens.len() as f64;
     let agreement =
         facts["transformers_in_bf16"]["argmax_agreement"].as_f64().context("no argmax agreement")?;
-    report.within(format!("{prompt}.best token differs"), disagree, 2.0 * (1.0 - agreement) + 0.01);
+    // A hundredth more; of a short prompt, one token is more than that.
+    let bound = 2.0 * (1.0 - agreement) + f64::max(0.01, 1.0 / tokens.len() as f64);
+    report.within(format!("{prompt}.best token differs"), disagree, bound);
     Ok(())
 }
 

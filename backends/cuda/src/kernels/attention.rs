@@ -10,8 +10,9 @@ use crate::launch::{Arg, CardFacts, Launch, N_COUNTERS, Unsupported};
 const RANGE_TOKENS: u32 = 32;
 /// Most ranges of a row.
 const MAX_RANGES: u32 = 128;
-/// Blocks a multiprocessor.
-const BLOCKS_PER_SM: u32 = 2;
+/// With room for more tokens than these there are two blocks a multiprocessor; with less, those that a short sequence leaves idle
+/// would stand where others could work.
+const LONG_CONTEXT: u32 = 16384;
 /// Rows of a tensor-core tile.
 const TILE_ROWS: u32 = 64;
 
@@ -90,9 +91,10 @@ fn decode(op: &Attention, card: &CardFacts) -> (Vec<Launch>, usize) {
     };
     let blocks_per_row = p.n_kv_heads * group.div_ceil(heads);
     let n_blocks = p.n_rows * blocks_per_row;
+    let blocks_per_sm = if p.max_pages * PAGE_TOKENS as u32 > LONG_CONTEXT { 2 } else { 1 };
     // Blocks for all multiprocessors, but no range that could never be used.
     let most = p.max_pages.div_ceil(RANGE_TOKENS / PAGE_TOKENS as u32);
-    let ranges = (BLOCKS_PER_SM * card.sms).div_ceil(n_blocks).min(most).clamp(1, MAX_RANGES);
+    let ranges = (blocks_per_sm * card.sms).div_ceil(n_blocks).min(most).clamp(1, MAX_RANGES);
     let ranges = if n_blocks as usize > N_COUNTERS { 1 } else { ranges };
     let mut scratch = Scratch::default();
     let records = p.n_rows as usize * p.n_heads as usize * ranges as usize;
