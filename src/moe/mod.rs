@@ -18,6 +18,7 @@ mod banks;
 pub mod budget;
 pub mod cache;
 pub mod cost;
+mod counters;
 mod elastic;
 mod feed;
 mod host;
@@ -41,6 +42,7 @@ pub use tier::DiskTier;
 
 pub use cache::{ExpertCache, Policy, Resized};
 pub use cost::{ExpertCost, FromDisk, Misses, Observed, Rates, Split, Spread, StepSeconds};
-pub use plan::{Choices, Counters, Mode, PlanError, Planned, Planner, PlannerOptions, StepKind, Wanted};
+pub use counters::Counters;
+pub use plan::{Choices, Mode, PlanError, Planned, Planner, PlannerOptions, StepKind, Wanted};
 pub use probe::{saved_disk_rate, saved_rates};
 pub use trace::{Preference, Routing, Trace, TraceError, TraceWriter};
