@@ -60,7 +60,7 @@ fn refused(output: &Output, code: i32, reasons: &[&str]) {
     let said = stderr(output);
     let message = match said.split_once('\n') {
         Some((plan, message)) if plan.starts_with("plan: ") => message,
-        _ => &said,
+        _ => said,
     };
     assert_eq!(output.status.code(), Some(code), "{message}");
     assert!(output.stdout.is_empty());
