@@ -31,13 +31,9 @@ fn stdout(output: Output) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Asserts that a command ends with this code and says why, behind the plan if it came as far as that.
+/// Asserts that a command ends with this code and says why.
 fn refused(output: Output, code: i32, reason: &str) {
-    let said = String::from_utf8(output.stderr).unwrap();
-    let message = match said.split_once('\n') {
-        Some((plan, message)) if plan.starts_with("plan: ") => message,
-        _ => &said,
-    };
+    let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(code), "{message}");
     assert!(output.stdout.is_empty() && message.starts_with("error: "), "{message}");
     assert!(message.contains(reason), "{reason} in: {message}");
