@@ -173,7 +173,7 @@ pub const PLACEMENTS: &[Placement] = &[
 ];
 
 /// Rates of no machine, so that nothing is measured for a model that small.
-const RATES: Rates = Rates {
+pub const RATES: Rates = Rates {
     link_alone: 2e10,
     link_shared: 1.8e10,
     host_alone: 3e10,
@@ -211,7 +211,10 @@ impl Placement {
 
 impl Ram {
     /// The budget of a model.
-    fn bytes(self, files: &ModelFiles, backend: &dyn Backend, options: &EngineOptions) -> Result<u64> {
+    ///
+    /// # Errors
+    /// A plan that cannot be made.
+    pub fn bytes(self, files: &ModelFiles, backend: &dyn Backend, options: &EngineOptions) -> Result<u64> {
         let demand = files.plan(backend, options)?.demand;
         let n_records = match self {
             Ram::Half => demand.n_experts / 2,

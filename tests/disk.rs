@@ -15,9 +15,9 @@ use std::{
 use freetoken::{
     convert::Conversion,
     engine::{Engine, EngineOptions, Sequence, sampling::SamplingParams},
-    golden,
+    golden::{self, RATES, Ram},
     model_files::ModelFiles,
-    moe::{CacheSize, ElasticOptions, Rates},
+    moe::{CacheSize, ElasticOptions},
 };
 use freetoken_backend::{Backend, Precision};
 use freetoken_cpu::{Cpu, CpuOptions};
@@ -39,45 +39,18 @@ fn cpu() -> Arc<dyn Backend> {
     Arc::new(Cpu::new(CpuOptions { threads: Some(2), precision: Precision::F32 }).unwrap())
 }
 
-/// Rates of no machine, so that nothing is measured.
-fn rates() -> Rates {
-    Rates {
-        link_alone: 2e10,
-        link_shared: 1.8e10,
-        host_alone: 3e10,
-        host_shared: 2.5e10,
-        device_read: 3e11,
-        host_flops: 1e11,
-        reply_seconds: 1e-5,
-        wake_seconds: 1e-5,
-        combine_seconds: 0.0,
-        fetch_seconds: 0.0,
-        copy_lane: false,
-    }
-}
-
 /// Options with room for so many experts of the model in host memory, and slots for some of the others on a device of its own memory.
-fn options(files: &ModelFiles, device: &Arc<dyn Backend>, part: Option<Part>) -> EngineOptions {
+fn options(files: &ModelFiles, device: &Arc<dyn Backend>, part: Option<Ram>) -> EngineOptions {
     let host = (!device.caps().host_memory).then(cpu);
-    let elastic = ElasticOptions { rates: Some(rates()), host, ..ElasticOptions::default() };
+    let elastic = ElasticOptions { rates: Some(RATES), host, ..ElasticOptions::default() };
     let options = EngineOptions { context: 512, max_sequences: 2, elastic, ..EngineOptions::default() };
     let Some(part) = part else { return options };
-    let demand = files.plan(&**device, &options).unwrap().demand;
-    let n_records = match part {
-        Part::Half => demand.n_experts / 2,
-        Part::Least => demand.n_layers + 2,
-    };
+    let ram = Some(part.bytes(files, &**device, &options).unwrap());
     let expert_cache = (!device.caps().host_memory).then_some(CacheSize::Percent(25.0));
-    EngineOptions { ram: Some(n_records as u64 * demand.record_bytes), expert_cache, ..options }
+    EngineOptions { ram, expert_cache, ..options }
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Part {
-    Half,
-    Least,
-}
-
-fn engine(dir: &Path, device: &Arc<dyn Backend>, part: Option<Part>) -> Engine {
+fn engine(dir: &Path, device: &Arc<dyn Backend>, part: Option<Ram>) -> Engine {
     let files = ModelFiles::open(Some(dir)).unwrap();
     let options = options(&files, device, part);
     files.engine(device.clone(), &options, &mut |_| ()).unwrap()
@@ -98,7 +71,7 @@ fn outputs(engine: &mut Engine) -> (Vec<Vec<f32>>, Vec<Vec<u32>>) {
 
 fn check(dir: &Path, device: &Arc<dyn Backend>) {
     let (logits, ids) = outputs(&mut engine(dir, device, None));
-    for part in [Part::Half, Part::Least] {
+    for part in [Ram::Half, Ram::Least] {
         let mut engine = engine(dir, device, Some(part));
         let (got_logits, got_ids) = outputs(&mut engine);
         let what = format!("{} on {}, {part:?}", dir.display(), device.caps().device);
@@ -134,7 +107,7 @@ fn experts_on_the_disk_change_no_output() {
 
 #[test]
 fn many_sequences_at_once_find_their_experts() {
-    let tokens = |part: Option<Part>| {
+    let tokens = |part: Option<Ram>| {
         let mut engine = engine(&root(MODELS[0]), &cpu(), part);
         let prompts = [prompt(&engine, 9), prompt(&engine, 30)[17..].to_vec()];
         let mut sequences = prompts.map(|prompt| Sequence::new(&prompt, SamplingParams::GREEDY, 64));
@@ -150,15 +123,15 @@ fn many_sequences_at_once_find_their_experts() {
         sequences.map(|sequence| sequence.tokens().to_vec())
     };
     let all = tokens(None);
-    assert_eq!(tokens(Some(Part::Half)), all);
-    assert_eq!(tokens(Some(Part::Least)), all);
+    assert_eq!(tokens(Some(Ram::Half)), all);
+    assert_eq!(tokens(Some(Ram::Least)), all);
 }
 
 #[test]
 fn a_file_that_was_cut_fails_the_request_and_not_the_engine() {
     let dir = converted(MODELS[0]);
     let ftw = dir.path().join("ftw");
-    let mut engine = engine(&ftw, &cpu(), Some(Part::Least));
+    let mut engine = engine(&ftw, &cpu(), Some(Ram::Least));
     let prompt = prompt(&engine, 20);
     let whole = golden::greedy(&mut engine, &prompt, 12).unwrap();
     // The shard of the last layer's experts: all other weights are elsewhere.
@@ -184,7 +157,7 @@ fn a_file_that_was_cut_fails_the_request_and_not_the_engine() {
 fn a_record_that_is_wrong_is_found_when_it_is_read() {
     let dir = converted("tests/golden/qwen3_moe-nvfp4-ct");
     let ftw = dir.path().join("ftw");
-    let mut engine = engine(&ftw, &cpu(), Some(Part::Least));
+    let mut engine = engine(&ftw, &cpu(), Some(Ram::Least));
     let prompt = prompt(&engine, 20);
     golden::greedy(&mut engine, &prompt, 12).unwrap();
     for entry in std::fs::read_dir(&ftw).unwrap().map(|entry| entry.unwrap().path()) {
