@@ -168,16 +168,14 @@ impl ExpertCache {
 
     /// Ends the hold of one slot before its route point ends. Asserts that it is held.
     pub fn let_go(&mut self, slot: u32) {
-        let place = self.held.iter().position(|held| *held == slot).expect("a slot that is held");
-        self.held.swap_remove(place);
+        self.end_hold(slot);
         self.enter_heap(slot);
     }
 
     /// Takes the slot of an expert away, as when its record could not be brought. Asserts that it has one, and that it is held.
     pub fn expel(&mut self, layer: u32, expert: u32, changes: &mut Vec<TableChange>) {
         let slot = self.slot_of(layer, expert).expect("an expert with a slot");
-        let place = self.held.iter().position(|held| *held == slot).expect("a slot that is held");
-        self.held.swap_remove(place);
+        self.end_hold(slot);
         self.disown(slot, changes);
         self.free.push(slot);
     }
@@ -232,6 +230,11 @@ impl ExpertCache {
             slots.reserve(n_slots.saturating_sub(slots.len()));
         }
         resized
+    }
+
+    fn end_hold(&mut self, slot: u32) {
+        let place = self.held.iter().position(|held| *held == slot).expect("a slot that is held");
+        self.held.swap_remove(place);
     }
 
     fn entry(&self, layer: u32, expert: u32) -> usize {

@@ -317,10 +317,8 @@ impl Elastic {
     pub fn begin(&mut self, decodes: bool) -> Result<()> {
         self.planner.begin(decodes);
         self.answered = None;
-        if self.disk.is_some() {
-            // Records that the device still reads are not overwritten.
-            self.stream.rest()?;
-        }
+        // Records that the device still reads are not overwritten.
+        self.stream.rest()?;
         self.land()
     }
 

@@ -24,7 +24,7 @@ pub(super) struct Feed {
     coming: VecDeque<u32>,
     /// Still on the disk: there was no room yet.
     unread: VecDeque<u32>,
-    /// Records on their way to the device, and the end of that.
+    /// Records on their way to the device that make room there, and the end of that.
     sent: VecDeque<(u32, Event)>,
 }
 
@@ -53,7 +53,7 @@ impl Feed {
         self.unread.clear();
     }
 
-    /// Waits until the device has all that was sent.
+    /// Waits until the device has all that was sent and makes room.
     pub(super) fn rest(&mut self, backend: &dyn Backend) -> Result<()> {
         let last = self.sent.back().map(|(_, landed)| *landed);
         self.sent.clear();
@@ -69,15 +69,13 @@ impl Feed {
         backend: &dyn Backend,
         below: &mut Option<Below<'_>>,
     ) -> Result<()> {
+        self.rest(backend)?;
         self.clear();
         self.layer = layer;
         let Some((disk, ram)) = below else {
-            // Nothing makes room for anything, and so nobody waits.
-            self.sent.clear();
             self.ready.extend(experts);
             return Ok(());
         };
-        self.rest(backend)?;
         disk.settle(Some(layer), ram);
         ram.begin(layer);
         for expert in experts {
@@ -143,9 +141,12 @@ impl Feed {
         Ok(Some(from))
     }
 
-    /// The one that [`Self::next`] gave is on its way to the device.
-    pub(super) fn sent(&mut self, record: u32, landed: Event) {
+    /// The one that [`Self::next`] gave is on its way to the device. Only where a disk is below, its record makes room, and somebody
+    /// waits for its end.
+    pub(super) fn sent(&mut self, record: u32, landed: Event, below: &Option<Below<'_>>) {
         self.ready.pop_front();
-        self.sent.push_back((record, landed));
+        if below.is_some() {
+            self.sent.push_back((record, landed));
+        }
     }
 }

@@ -290,9 +290,7 @@ impl ExpertStream {
         missing.extend((0..self.counts.len() as u32).filter(|&expert| is_missing(expert)));
         missing.sort_by_key(|&expert| (std::cmp::Reverse(self.counts[expert as usize]), expert));
         // What was sent ahead of the layer lies in its bank too.
-        if below.is_some() {
-            self.ahead.rest(&*self.backend)?;
-        }
+        self.ahead.rest(&*self.backend)?;
         self.is_ahead = false;
         self.feed.begin(layer, missing.iter().copied(), &*self.backend, below)?;
         self.missing = missing;
@@ -314,7 +312,7 @@ impl ExpertStream {
                 let Some(from) = self.feed.next(waits, &*self.backend, below)? else { return Ok(()) };
                 let Some(slot) = self.slot_for(layer, from.expert, cache)? else { return Ok(()) };
                 let landed = self.upload(layer, from, slot)?;
-                self.feed.sent(from.record, landed);
+                self.feed.sent(from.record, landed, below);
             } else if let Some(next) = next_layer {
                 if !std::mem::replace(&mut self.is_ahead, true) {
                     let missing = (0..self.counts.len() as u32).filter(|&e| cache.slot_of(next, e).is_none());
@@ -323,7 +321,7 @@ impl ExpertStream {
                 let Some(from) = self.ahead.next(false, &*self.backend, below)? else { return Ok(()) };
                 let Some(slot) = self.ring_slot()? else { return Ok(()) };
                 let landed = self.upload(next, from, slot)?;
-                self.ahead.sent(from.record, landed);
+                self.ahead.sent(from.record, landed, below);
             } else {
                 return Ok(());
             }
