@@ -112,6 +112,8 @@ extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(32 * SLIC
   const u32 first_row = warp * 4 * SLICE_OWN + lane / 8, own_column = lane % 8 * 4, column = rank * SLICE + lane;
   const Span span = spans[blockIdx.y];
   if (span_rows(span) == 0) return;
+  // Nothing may be written to a block that has not begun.
+  cluster_arrive();
 
   float* own = state + (((i64)span.slot * p.n_value_heads + head) * D + first_row) * D + rank * SLICE + own_column;
   float4 s[SLICE_OWN];
@@ -119,6 +121,7 @@ extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(32 * SLIC
   for (int j = 0; j < SLICE_OWN; j++) {
     s[j] = span.resumes == 1 ? *(const float4*)(own + j * 4 * D) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+  cluster_wait();
 
   for (u32 row = span.first; row < (u32)span.end; row++) {
     const float* from = qkv + (i64)row * qkv_width(p);
