@@ -240,10 +240,10 @@ fn prompt_step(subject: &mut Subject, n_tokens: usize) -> Result<Groups> {
         "a prompt of {n_tokens} tokens is more than a chunk of {}: ask for a shorter one",
         rows.unwrap_or(0)
     );
-    // A real prompt leaves in the buffers what its ops read.
+    // A real chunk leaves in the buffers what its ops read; a token drawn behind it would write over that.
     let mut sequence = subject.sequence();
     (0..n_tokens).for_each(|_| sequence.push(subject.token()));
-    subject.engine.prefill(&mut sequence, &mut |_| true)?;
+    subject.engine.compute(&mut sequence, n_tokens)?;
     let mut groups = Groups::default();
     for step in 0..=PROMPT_STEPS {
         let times = subject.engine.backend().time(&ops)?;
