@@ -1,6 +1,10 @@
 //! The one place that knows which backends there are and picks one.
 
-use std::{str::FromStr, sync::Arc};
+use std::{
+    str::FromStr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use freetoken_backend::{Backend, Caps, Error, Precision, View};
 use freetoken_cpu::{Cpu, CpuOptions};
@@ -175,12 +179,18 @@ impl<'a> ReadProbe<'a> {
         Ok(self.memory.bytes() as f64 / self.backend.time_read(&self.memory)?)
     }
 
-    /// The best of `n` passes.
+    /// The best of `n` passes or more, for as long as `time`: a device that was idle takes a while to come to its clock.
     ///
     /// # Errors
     /// The device's answer.
-    pub fn best_of(&self, n: usize) -> Result<f64, Error> {
-        (0..n).try_fold(0.0, |best, _| Ok(self.pass()?.max(best)))
+    pub fn best(&self, n: usize, time: Duration) -> Result<f64, Error> {
+        let (start, mut best) = (Instant::now(), 0.0_f64);
+        let mut n_passes = 0;
+        while n_passes < n || start.elapsed() < time {
+            best = best.max(self.pass()?);
+            n_passes += 1;
+        }
+        Ok(best)
     }
 }
 

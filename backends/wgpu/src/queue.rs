@@ -19,6 +19,9 @@ const KEPT: usize = 64;
 /// How long the host asks for bytes again and again before it sleeps in the driver: a thread that sleeps is woken late, but one that
 /// does not takes a core from those that have work.
 const SPIN: Duration = Duration::from_micros(50);
+/// Who knows how long bytes take sleeps for this share of the time, then asks for twice the rest of it, but not longer than this.
+const SLEPT: f64 = 0.75;
+const LONGEST_SPIN: Duration = Duration::from_millis(1);
 
 /// What the driver said outside of a call.
 #[derive(Default)]
@@ -134,19 +137,29 @@ impl Lanes {
         }
     }
 
-    /// Waits for a submission that filled the front of a `MAP_READ` buffer, and lends the bytes.
+    /// Waits for a submission that filled the front of a `MAP_READ` buffer, and lends the bytes. `expected`: how long that took the last
+    /// time, nothing if nobody knows.
     pub(crate) fn mapped(
         &self,
         buffer: &wgpu::Buffer,
         bytes: u64,
         seq: u64,
+        expected: Duration,
         use_bytes: impl FnOnce(&[u8]),
     ) -> Result<()> {
         let arrived = Arc::new(AtomicBool::new(false));
         let seen = arrived.clone();
         buffer.map_async(MapMode::Read, 0..bytes, move |_| seen.store(true, Release));
+        let slept = expected.mul_f64(SLEPT);
+        let spin = match self.spin {
+            Duration::ZERO => Duration::ZERO,
+            spin => (2 * (expected - slept)).clamp(spin, LONGEST_SPIN),
+        };
+        if slept > self.spin {
+            self.reached_within(seq, slept)?;
+        }
         let start = Instant::now();
-        while !arrived.load(Acquire) && start.elapsed() < self.spin {
+        while !arrived.load(Acquire) && start.elapsed() < spin {
             // What is wrong with the device is found by the wait.
             _ = self.device.poll(PollType::Poll);
         }

@@ -4,7 +4,7 @@
 //!
 //! A bank that the device cannot read passes through guest slots that no table of the pool knows.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use freetoken_backend::{
     Banked, Error, ExpertMlp, ExpertPool, Experts, Fetch, HostMemory, LinkSample, NOWHERE, OpSpec, Result,
@@ -264,7 +264,7 @@ impl RoutePoint {
     ) -> Result<Option<LinkSample>> {
         let mut ticks = [0; 2];
         let RoutePoint { ids, weights, rows, places, asked, .. } = self;
-        commands.lanes.mapped(asked, asked.size(), seq, |bytes| {
+        commands.lanes.mapped(asked, asked.size(), seq, Duration::ZERO, |bytes| {
             let (id_bytes, rest) = bytes.split_at(4 * ids.len());
             let (weight_bytes, rest) = rest.split_at(4 * weights.len());
             let (row_bytes, rest) = rest.split_at(4 * rows.len());

@@ -1,5 +1,7 @@
 //! Host memory on the way: a ring of mapped buffers for uploads, one buffer for reads.
 
+use std::time::Duration;
+
 use freetoken_backend::Result;
 use wgpu::{BufferDescriptor, BufferUsages, Device, MapMode};
 
@@ -94,7 +96,7 @@ impl Staging {
             let mut encoder = lanes.encoder();
             encoder.copy_buffer_to_buffer(src, at, &self.read, 0, Some(bytes));
             let seq = lanes.submit(Some(encoder));
-            lanes.mapped(&self.read, bytes, seq, |mapped| part.copy_from_slice(mapped))?;
+            lanes.mapped(&self.read, bytes, seq, Duration::ZERO, |mapped| part.copy_from_slice(mapped))?;
             at += bytes;
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! The time of single ops, for benches: a time stamp before and behind each where the device can write one, else the host's clock;
 //! and the time of copies within a program.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use freetoken_backend::{Result, View};
 use wgpu::{
@@ -104,7 +104,7 @@ fn by_stamps(lanes: &mut Lanes, gpu: &Gpu, dispatches: &[Dispatch]) -> Result<f6
     encoder.copy_buffer_to_buffer(&stamps.ticks, 0, &mapped, 0, Some(2 * STAMP_BYTES));
     let seq = lanes.submit(Some(encoder));
     let mut ticks = [0_u64; 2];
-    lanes.mapped(&mapped, 2 * STAMP_BYTES, seq, |bytes| {
+    lanes.mapped(&mapped, 2 * STAMP_BYTES, seq, Duration::ZERO, |bytes| {
         bytemuck::cast_slice_mut(&mut ticks).copy_from_slice(bytes);
     })?;
     Ok(seconds(ticks, lanes))

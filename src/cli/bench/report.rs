@@ -3,6 +3,7 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use anyhow::{Context, Result};
@@ -19,8 +20,9 @@ use super::{
 };
 use crate::devices::ReadProbe;
 
-/// How often memory is read to learn how fast it is.
+/// How often, and how long, memory is read at least to learn how fast it is.
 const READ_PASSES: usize = 8;
+const READ_TIME: Duration = Duration::from_millis(250);
 
 /// Where measurements go.
 #[derive(Debug, Args)]
@@ -55,7 +57,7 @@ pub(super) fn write(path: &Path, text: &str) -> Result<()> {
 
 /// Bytes a second at which the device reads its own memory.
 pub(super) fn read_bandwidth(backend: &dyn Backend) -> Result<f64> {
-    Ok(ReadProbe::new(backend)?.best_of(READ_PASSES)?)
+    Ok(ReadProbe::new(backend)?.best(READ_PASSES, READ_TIME)?)
 }
 
 /// What was measured, and beside what it must be read.
