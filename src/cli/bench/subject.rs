@@ -217,6 +217,13 @@ impl Subject {
         Ok(self.engine.make_up(sequence, n_pending)?)
     }
 
+    /// Computes so many random tokens behind those of a sequence.
+    pub(super) fn prefill(&mut self, n_tokens: usize, sequence: &mut Sequence) -> Result<()> {
+        (0..n_tokens).for_each(|_| sequence.push(self.token()));
+        self.engine.prefill(sequence, &mut |_| true)?;
+        Ok(())
+    }
+
     /// A decode step with a random token for each sequence: what is drawn is not fed back, since random weights fall into
     /// cycles.
     pub(super) fn decode(&mut self, sequences: &mut [Sequence]) -> Result<()> {
