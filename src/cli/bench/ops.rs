@@ -241,7 +241,7 @@ fn prompt_step(subject: &mut Subject, n_tokens: usize) -> Result<Groups> {
         rows.unwrap_or(0)
     );
     let mut sequence = subject.sequence();
-    subject.prefill(n_tokens, &mut sequence)?;
+    subject.compute(n_tokens, &mut sequence)?;
     let mut groups = Groups::default();
     for step in 0..=PROMPT_STEPS {
         let times = subject.engine.backend().time(&ops)?;

@@ -217,10 +217,12 @@ impl Subject {
         Ok(self.engine.make_up(sequence, n_pending)?)
     }
 
-    /// Computes so many random tokens behind those of a sequence.
-    pub(super) fn prefill(&mut self, n_tokens: usize, sequence: &mut Sequence) -> Result<()> {
+    /// Computes so many random tokens behind those of a sequence and draws nothing, so that the device keeps the last chunk's input.
+    pub(super) fn compute(&mut self, n_tokens: usize, sequence: &mut Sequence) -> Result<()> {
         (0..n_tokens).for_each(|_| sequence.push(self.token()));
-        self.engine.prefill(sequence, &mut |_| true)?;
+        while !sequence.pending().is_empty() {
+            self.engine.compute(sequence, self.engine.chunk(sequence.pending().len()))?;
+        }
         Ok(())
     }
 
