@@ -1,4 +1,5 @@
-// Routes in the order of their expert, cut into tiles of at most tile_rows rows of one expert: the plan of a grouped product.
+// Routes in the order of their expert, cut into tiles of tile_rows rows of one expert: the plan of a grouped product. The last
+// tile of an expert has what is left, and may have up to more_rows more than the others.
 //
 // ids i32 [n_rows * top_k]; table i32 [n_experts], the slot of each expert; order i32 [n_rows * top_k], the routes expert by
 // expert; tiles int4 [*]: (slot, first place in order, end, 0); n_tiles. Routes with id -1 and experts that are nowhere are
@@ -25,7 +26,7 @@ __device__ __forceinline__ u32 sum_before(u32 v, u32* partial) {
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
     expert_sort(ExpertMlpParams p, ExpertPlace place, u32* n_tiles, int4* tiles, int* order, const int* ids,
-                const int* table, u32 tile_rows) {
+                const int* table, u32 tile_rows, u32 more_rows) {
   __shared__ u32 counts[1024];
   __shared__ u32 partial[32];
   const u32 n_routes = p.n_rows * p.top_k, expert = threadIdx.x;
@@ -38,12 +39,13 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   __syncthreads();
   const u32 count = counts[expert];
   const u32 first = sum_before(count, partial);
-  const u32 n_own = (count + tile_rows - 1) / tile_rows;
+  const u32 in_tiles = count > more_rows ? count - more_rows : min(count, 1u);
+  const u32 n_own = (in_tiles + tile_rows - 1) / tile_rows;
   const u32 first_tile = sum_before(n_own, partial);
   const int slot = n_own > 0 ? slot_of(p, place, table, (int)expert) : -1;
   for (u32 i = 0; i < n_own; i++) {
     const u32 begin = first + i * tile_rows;
-    tiles[first_tile + i] = make_int4(slot, (int)begin, (int)min(begin + tile_rows, first + count), 0);
+    tiles[first_tile + i] = make_int4(slot, (int)begin, (int)(i + 1 == n_own ? first + count : begin + tile_rows), 0);
   }
   if (expert == 1023) *n_tiles = first_tile + n_own;
   counts[expert] = first;

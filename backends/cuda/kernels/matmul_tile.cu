@@ -1,5 +1,4 @@
-// out[n, :] (+)= activation(weight . x[n, :] + bias) in f32, for many rows: prefill without tensor cores, and the gate of
-// the router.
+// out[n, :] (+)= activation(weight . x[n, :] + bias) in f32, for many rows: prefill without tensor cores.
 //
 // x f32 [n_rows, in_features], normed and gathered before; weight and up [n_columns, in_features]; out f32
 // [n_rows, out_features], of which this launch fills n_columns columns. A block owns 64 rows and 64 columns (32 with a GLU).

@@ -103,6 +103,13 @@ __device__ __forceinline__ float f16_to_f32(u16 v) {
   return f;
 }
 
+// 2^v within 2^-22 of itself, 0 below 2^-126.
+__device__ __forceinline__ float exp2_fast(float v) {
+  float f;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(f) : "f"(v));
+  return f;
+}
+
 // Two f32 rounded to nearest even: `low` in the lower half.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 v;
@@ -144,26 +151,30 @@ __device__ __forceinline__ void copy_wait() {
 
 // Four 8x8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8. Lane l receives elements 2 * (l % 4) and
 // the next one of row l / 4 of each.
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) { load_matrices(r, shared_address(row)); }
+
 // The same, each matrix transposed.
-__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
+
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) { load_matrices_transposed(r, shared_address(row)); }
 
 // d[16, 8] += a[16, 16] . b[16, 8], bf16 in and f32 out. With g = lane / 4 and t = lane % 4: d = (g, 2t), (g, 2t + 1),
 // (g + 8, 2t), (g + 8, 2t + 1); a = pairs from (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); b = pairs from
 // (2t, g), (2t + 8, g), down.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

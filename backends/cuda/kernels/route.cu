@@ -3,9 +3,9 @@
 // In f32.
 //
 // x, normed f32 [n_rows, hidden]; router [n_experts, hidden]; logits f32 [n_rows, n_experts], scratch; ids i32 and
-// weights f32 [n_rows, top_k]. Decode: a warp multiplies one expert's row with all rows of x, a block writes its share
-// of normed, and the last block to finish chooses, a warp a row; `counter` is zero before and after. Prefill:
-// route_choose only, behind a norm and a matrix product. Bytes: the router once, x from L2. Bound by latency.
+// weights f32 [n_rows, top_k]. A warp multiplies one expert's row with all rows of x, a block writes its share
+// of normed, and the last block to finish chooses, a warp a row; `counter` is zero before and after. Bytes: the router
+// once, x from L2. Bound by latency.
 #include "choose.cuh"
 #include "dot.cuh"
 
@@ -62,19 +62,3 @@ ROUTE(f32, F32, 1, 8)
 ROUTE(f32, F32, 16, 1)
 ROUTE(bf16, Bf16, 1, 8)
 ROUTE(bf16, Bf16, 16, 1)
-
-extern "C" __global__ void __launch_bounds__(128)
-    route_choose(RouteParams p, int* ids, float* weights, const float* logits, const int* sequences, float* gates,
-                 const void* shared, u32 shared_format, const float* normed) {
-  const u32 n = blockIdx.x * 4 + threadIdx.x / 32;
-  if (n >= p.n_rows) return;
-  if (shared != nullptr) {
-    float sum = 0.0f;
-    for (u32 i = threadIdx.x % 32; i < p.hidden; i += 32) {
-      sum += element(shared, shared_format, i) * normed[(i64)n * p.hidden + i];
-    }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) gates[n] = sigmoid(sum);
-  }
-  choose(p, logits + (i64)n * p.n_experts, sequences[n] >= 0, ids + (i64)n * p.top_k, weights + (i64)n * p.top_k);
-}

@@ -97,7 +97,7 @@ pub(super) fn run(args: &DiskArgs) -> Result<()> {
         let mut sequence = subject.sequence();
         let before = sums(&subject);
         let start = Instant::now();
-        subject.bring_to(prompt as usize, &mut sequence)?;
+        subject.compute(prompt as usize, &mut sequence)?;
         let seconds = start.elapsed().as_secs_f64();
         push("prefill", prompt as usize, seconds, 1.0, sums(&subject).since(&before));
         subject.engine.release(&mut sequence);

@@ -242,8 +242,7 @@ fn prompt_step(subject: &mut Subject, n_tokens: usize) -> Result<Groups> {
     );
     // A real chunk leaves in the buffers what its ops read; a token drawn behind it would write over that.
     let mut sequence = subject.sequence();
-    (0..n_tokens).for_each(|_| sequence.push(subject.token()));
-    subject.engine.compute(&mut sequence, n_tokens)?;
+    subject.compute(n_tokens, &mut sequence)?;
     let mut groups = Groups::default();
     for step in 0..=PROMPT_STEPS {
         let times = subject.engine.backend().time(&ops)?;

@@ -217,6 +217,15 @@ impl Subject {
         Ok(self.engine.make_up(sequence, n_pending)?)
     }
 
+    /// Computes so many random tokens behind those of a sequence and draws nothing, so that the device keeps the last chunk's input.
+    pub(super) fn compute(&mut self, n_tokens: usize, sequence: &mut Sequence) -> Result<()> {
+        (0..n_tokens).for_each(|_| sequence.push(self.token()));
+        while !sequence.pending().is_empty() {
+            self.engine.compute(sequence, self.engine.chunk(sequence.pending().len()))?;
+        }
+        Ok(())
+    }
+
     /// A decode step with a random token for each sequence: what is drawn is not fed back, since random weights fall into
     /// cycles.
     pub(super) fn decode(&mut self, sequences: &mut [Sequence]) -> Result<()> {

@@ -28,9 +28,15 @@ pub fn cases() -> Vec<Case> {
         cases.push(case(format!("embed/{format}"), move |a| embed(a, format)));
     }
     for format in PLAIN_FORMATS.into_iter().chain(QUANTISED) {
-        for (n, rows, cols) in
-            [(1, 64, 64), (1, 37, 200), (2, 96, 128), (5, 33, 72), (16, 130, 256), (67, 48, 320)]
-        {
+        for (n, rows, cols) in [
+            (1, 64, 64),
+            (1, 37, 200),
+            (2, 96, 128),
+            (5, 33, 72),
+            (16, 130, 256),
+            (67, 48, 320),
+            (530, 130, 96),
+        ] {
             let cols = if format.takes_cols(cols) { cols } else { cols.next_multiple_of(32) };
             let name = format!("matmul/{format} n={n} {rows}x{cols}");
             cases.push(case(name, move |a| matmul(a, MatMulCase { format, n, rows, cols, ..PLAIN })));
@@ -68,6 +74,7 @@ pub fn cases() -> Vec<Case> {
             ("decode padded", vec![(0, 33), (-1, 1), (-1, 1)]),
             ("prefill", (0..40).map(|i| (0, i + 1)).collect()),
             ("prefill behind a prefix", (0..9).map(|i| (1, 70 + i)).collect()),
+            ("prefill of several", several_prompts()),
             ("long decode", vec![(2, 1999)]),
             ("long decode beside a short one", vec![(1, 1200), (3, 5)]),
         ] {
@@ -113,7 +120,7 @@ pub fn cases() -> Vec<Case> {
             cases.push(case(name, move |a| gated_delta(a, &spans, shape)));
         }
     }
-    for (n, experts, top_k) in [(1, 8, 2), (5, 32, 4), (3, 128, 8), (33, 60, 1), (2, 6, 6)] {
+    for (n, experts, top_k) in [(1, 8, 2), (5, 32, 4), (3, 128, 8), (33, 60, 1), (70, 200, 4), (2, 6, 6)] {
         for renormalize in [0, 1] {
             let name = format!("route/n={n} {top_k} of {experts} renormalize={renormalize}");
             cases.push(case(name, move |a| route(a, n, experts, top_k, renormalize, false)));
@@ -123,9 +130,14 @@ pub fn cases() -> Vec<Case> {
     }
     for format in PLAIN_FORMATS.into_iter().chain(QUANTISED) {
         for pool in [false, true] {
-            for (n, hidden, intermediate, top_k) in
-                [(1, 64, 32, 2), (1, 192, 64, 4), (7, 64, 48, 3), (40, 96, 33, 2), (5, 8, 8, 1)]
-            {
+            for (n, hidden, intermediate, top_k) in [
+                (1, 64, 32, 2),
+                (1, 192, 64, 4),
+                (7, 64, 48, 3),
+                (40, 96, 33, 2),
+                (900, 64, 40, 2),
+                (5, 8, 8, 1),
+            ] {
                 let whole =
                     |cols: usize| if format.takes_cols(cols) { cols } else { cols.next_multiple_of(32) };
                 let (hidden, intermediate) = (whole(hidden), whole(intermediate));
@@ -329,6 +341,12 @@ fn attention(
             scale: 1.0 / (head_dim as f32).sqrt(),
         },
     })
+}
+
+/// Rows of three sequences, one of them behind a prefix, and padding between: more of them than a block takes.
+fn several_prompts() -> Vec<(i32, i32)> {
+    let rows = |sequence: i32, lengths: std::ops::Range<i32>| lengths.map(move |length| (sequence, length));
+    rows(0, 1..36).chain(rows(2, 131..201)).chain(rows(-1, 1..4)).chain(rows(1, 1..46)).collect()
 }
 
 /// Spans of (first row, end, slot, resumes), and how many rows there are.

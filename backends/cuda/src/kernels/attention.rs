@@ -13,8 +13,6 @@ const MAX_RANGES: u32 = 128;
 /// With room for more tokens than these there are two blocks a multiprocessor; with less, those that a short sequence leaves idle
 /// would stand where others could work.
 const LONG_CONTEXT: u32 = 16384;
-/// Rows of a tensor-core tile.
-const TILE_ROWS: u32 = 64;
 
 pub(super) fn launches(
     op: &Attention,
@@ -33,17 +31,16 @@ pub(super) fn launches(
     let mut args = args(op);
     if p.n_rows > MAX_DECODE_ROWS && precision == Precision::Auto && op.kv.format == Format::Bf16 && is_usual
     {
-        // Tokens of a stage; wide heads have their queries beside the stages.
-        let (kernel, tokens, query_rows) = match p.head_dim {
-            32 => ("attention_prefill_d32", 32, 0),
-            64 => ("attention_prefill_d64", 64, 0),
-            128 => ("attention_prefill_d128", 64, 0),
-            _ => ("attention_prefill_d256", 32, TILE_ROWS),
+        // Rows of a block and tokens of a stage.
+        let (kernel, rows, tokens) = match p.head_dim {
+            32 => ("attention_prefill_d32", 128, 64),
+            64 => ("attention_prefill_d64", 128, 64),
+            128 => ("attention_prefill_d128", 128, 64),
+            _ => ("attention_prefill_d256", 64, 32),
         };
-        let grid = [p.n_heads, p.n_rows.div_ceil(TILE_ROWS), 1];
-        // Keys and values of two stages, and in their place the result, in rows of f32 with some room between.
-        let stages = (2 * 2 * tokens + query_rows) * p.head_dim * 2;
-        let shared_bytes = stages.max(TILE_ROWS * (p.head_dim + 8) * 4);
+        let grid = [p.n_heads, p.n_rows.div_ceil(rows), 1];
+        // Keys and values of two stages, and queries.
+        let shared_bytes = (2 * 2 * tokens + rows) * p.head_dim * 2;
         return Ok((vec![Launch { shared_bytes, ..launch(kernel, grid, 128, args) }], 0));
     }
     args.push(format(op.kv.format));

@@ -5,7 +5,8 @@ use bytemuck::{Pod, Zeroable};
 use freetoken_backend::{Banks, ExpertMlp, ExpertMlpParams, ExpertPool, Experts, Format, OpSpec, Precision};
 
 use super::{
-    MAX_DECODE_ROWS, Scratch, by_format, decode_columns, is_aligned, launch, matmul::mma_shared_bytes,
+    MAX_DECODE_ROWS, Scratch, by_format, decode_columns, is_aligned, launch,
+    matmul::{HIGH_TILE, LOW_TILE, MmaTile, TALL_TILE},
     mma_columns, number, params,
 };
 use crate::launch::{Arg, Launch, Unsupported};
@@ -185,7 +186,8 @@ fn decode_kernels(of: Format, p: &ExpertMlpParams) -> Decode {
 fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: bool) -> (Vec<Launch>, usize) {
     let p = &op.p;
     let n_routes = p.n_rows * p.top_k;
-    let rows = if mma { mma_rows(n_routes, p.n_experts) } else { TILE };
+    let tile = mma_tile(of, n_routes, p.n_experts);
+    let (rows, more_rows) = if mma { (tile.rows, tile.more_rows) } else { (TILE, 0) };
     let max_tiles = n_routes / rows + n_routes.min(p.n_experts);
     let mut scratch = Scratch::default();
     let n_tiles = scratch.place(4);
@@ -201,6 +203,7 @@ fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: b
         Arg::View(op.ids.clone()),
         place.table.clone(),
         Arg::U32(rows),
+        Arg::U32(more_rows),
     ];
     let mut launches = vec![launch("expert_sort", [1, 1, 1], 1024, sort)];
     let x = if mma {
@@ -227,16 +230,12 @@ fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: b
     if mma {
         let (up, down) = match (of, rows) {
             (Format::Bf16, 64) => ("expert_mma_gate_up_64", "expert_mma_down_64"),
-            (Format::Bf16, _) => ("expert_mma_gate_up_128", "expert_mma_down_128"),
+            (Format::Bf16, _) => ("expert_mma_gate_up_160", "expert_mma_down_160"),
             (_, 64) => ("expert_mma_gate_up_scaled_64", "expert_mma_down_scaled_64"),
             (_, _) => ("expert_mma_gate_up_scaled_128", "expert_mma_down_scaled_128"),
         };
-        let tiled = |kernel, columns: u32, args| Launch {
-            shared_bytes: mma_shared_bytes(rows),
-            ..launch(kernel, [columns, max_tiles, 1], 256, args)
-        };
-        launches.push(tiled(up, p.intermediate.div_ceil(64), up_args));
-        launches.push(tiled(down, p.hidden.div_ceil(128), down_args));
+        launches.push(tile.launch(up, [tile.blocks(p.intermediate, true), max_tiles, 1], of, up_args));
+        launches.push(tile.launch(down, [tile.blocks(p.hidden, false), max_tiles, 1], of, down_args));
     } else {
         let (up, down) = (by_format(of, GATE_UP_TILES), by_format(of, DOWN_TILES));
         launches.push(launch(up, [max_tiles, p.intermediate.div_ceil(TILE / 2), 1], 256, up_args));
@@ -245,7 +244,11 @@ fn prefill(op: &ExpertMlp, of: Format, place: &Place, mut args: Vec<Arg>, mma: b
     (launches, scratch.bytes)
 }
 
-/// Rows of a tensor-core tile: 64 where most experts have few routes.
-fn mma_rows(n_routes: u32, n_experts: u32) -> u32 {
-    if n_routes / n_experts.max(1) <= 96 { 64 } else { 128 }
+/// A tensor-core tile: low where most experts have few routes.
+fn mma_tile(of: Format, n_routes: u32, n_experts: u32) -> MmaTile {
+    match of {
+        _ if n_routes / n_experts.max(1) <= 96 => LOW_TILE,
+        Format::Bf16 => TALL_TILE,
+        _ => HIGH_TILE,
+    }
 }

@@ -1,7 +1,7 @@
 //! Launches of [`MatMul`]: a kernel that reads the weight once for up to 16 rows, tiles for more, on tensor cores where
 //! precision and format allow it. A weight in pieces is a launch a piece.
 
-use freetoken_backend::{Activation, Format, MatMul, MatMulParams, Precision, View, Weight};
+use freetoken_backend::{Format, MatMul, Precision, View, Weight};
 
 use super::{
     MAX_DECODE_ROWS, Scratch, by_format, decode_columns, format, is_aligned, launch, mma_columns, optional,
@@ -15,12 +15,41 @@ const TILE: u32 = 64;
 const TILES: [&str; 4] = ["matmul_tile_f32", "matmul_tile_bf16", "matmul_tile_f16", "matmul_tile_scaled"];
 const GLU_TILES: [&str; 4] =
     ["matmul_tile_glu_f32", "matmul_tile_glu_bf16", "matmul_tile_glu_f16", "matmul_tile_glu_scaled"];
-/// Columns of a tensor-core tile without a GLU.
-const MMA_COLUMNS: u32 = 128;
-/// Up to how many rows tensor-core tiles have 64 rows and not 128.
-const MMA_SMALL_ROWS: u32 = 512;
-/// Elements of a row of the weight in one stage of a tensor-core tile, and stages.
-const MMA_STAGE: u32 = 32 * 4;
+/// Up to how many rows tiles on tensor cores are low.
+const MMA_LOW_ROWS: u32 = 512;
+
+/// A tile on tensor cores, as `tile_bf16.cuh` has it: rows of x, rows of the weight, of which a GLU has half for gate and half for up;
+/// columns of both in a stage, and stages.
+pub(super) struct MmaTile {
+    pub(super) rows: u32,
+    /// Rows that the last tile of an expert may have more.
+    pub(super) more_rows: u32,
+    weight_rows: u32,
+    columns: u32,
+    stages: u32,
+}
+
+pub(super) const LOW_TILE: MmaTile =
+    MmaTile { rows: 64, more_rows: 0, weight_rows: 64, columns: 64, stages: 3 };
+pub(super) const HIGH_TILE: MmaTile =
+    MmaTile { rows: 128, more_rows: 0, weight_rows: 128, columns: 32, stages: 4 };
+pub(super) const TALL_TILE: MmaTile = MmaTile { more_rows: 32, ..HIGH_TILE };
+
+impl MmaTile {
+    /// Blocks that so many columns of a result take.
+    pub(super) fn blocks(&self, n_columns: u32, is_glu: bool) -> u32 {
+        n_columns.div_ceil(if is_glu { self.weight_rows / 2 } else { self.weight_rows })
+    }
+
+    /// A launch of blocks that multiply such tiles, of a weight of this format.
+    pub(super) fn launch(&self, kernel: &'static str, grid: [u32; 3], of: Format, args: Vec<Arg>) -> Launch {
+        // Of a weight with scales, stages hold bytes, and there are two of 16-bit numbers.
+        let weight_bytes = if of.group().is_some() { self.stages + 4 } else { 2 * self.stages };
+        let x_rows = self.rows + self.more_rows;
+        let shared_bytes = self.columns * (x_rows * 2 * self.stages + self.weight_rows * weight_bytes);
+        Launch { shared_bytes, ..launch(kernel, grid, 128, args) }
+    }
+}
 
 /// Part of the weight that one launch multiplies.
 struct Part<'a> {
@@ -266,9 +295,8 @@ fn f32_tiles(op: &MatMul, part: &Part<'_>, x: Arg) -> Launch {
 }
 
 fn mma_tiles(op: &MatMul, part: &Part<'_>, x: Arg) -> Launch {
-    let rows = mma_rows(op.p.n_rows);
-    let columns = if op.is_glu() { MMA_COLUMNS / 2 } else { MMA_COLUMNS };
-    let kernel = match (op.weight.format().group().is_some(), op.is_glu(), rows) {
+    let tile = if op.p.n_rows <= MMA_LOW_ROWS { LOW_TILE } else { HIGH_TILE };
+    let kernel = match (op.weight.format().group().is_some(), op.is_glu(), tile.rows) {
         (false, false, 64) => "matmul_mma_64",
         (false, false, _) => "matmul_mma_128",
         (false, true, 64) => "matmul_mma_glu_64",
@@ -278,41 +306,6 @@ fn mma_tiles(op: &MatMul, part: &Part<'_>, x: Arg) -> Launch {
         (true, true, 64) => "matmul_mma_scaled_glu_64",
         (true, true, _) => "matmul_mma_scaled_glu_128",
     };
-    let grid = [op.p.n_rows.div_ceil(rows), part.n_columns.div_ceil(columns), 1];
-    Launch { shared_bytes: mma_shared_bytes(rows), ..launch(kernel, grid, 256, tile_args(op, part, x)) }
-}
-
-/// Rows of a tensor-core tile.
-fn mma_rows(n_rows: u32) -> u32 {
-    if n_rows <= MMA_SMALL_ROWS { 64 } else { 128 }
-}
-
-/// Shared memory of a tensor-core tile of so many rows.
-pub(super) fn mma_shared_bytes(rows: u32) -> u32 {
-    (rows + MMA_COLUMNS) * MMA_STAGE * 2
-}
-
-/// `out = weight . x` in f32 tiles, for rows that need no more than that and a weight of codes only.
-pub(super) fn plain_tiles(n_rows: u32, x: Arg, weight: &Weight, out: Arg) -> Launch {
-    let p = MatMulParams {
-        n_rows,
-        in_features: weight.cols as u32,
-        out_features: weight.rows as u32,
-        activation: Activation::None as u32,
-        accumulate: 0,
-        eps: 0.0,
-    };
-    let args = vec![
-        params(bytemuck::bytes_of(&p)),
-        out,
-        x,
-        Arg::View(weight.view.clone()),
-        Arg::Null,
-        Arg::Null,
-        Arg::Null,
-        Arg::U32(p.out_features),
-        Arg::U32(0),
-    ];
-    let grid = [n_rows.div_ceil(TILE), p.out_features.div_ceil(TILE), 1];
-    launch(by_format(weight.format, TILES), grid, 256, args)
+    let grid = [op.p.n_rows.div_ceil(tile.rows), tile.blocks(part.n_columns, op.is_glu()), 1];
+    tile.launch(kernel, grid, op.weight.format(), tile_args(op, part, x))
 }

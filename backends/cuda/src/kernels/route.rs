@@ -2,13 +2,18 @@
 
 use freetoken_backend::{Format, OpSpec, Route};
 
-use super::{MAX_DECODE_ROWS, Scratch, format, is_aligned, launch, matmul::plain_tiles, optional, params};
+use super::{MAX_DECODE_ROWS, Scratch, format, is_aligned, launch, optional, params};
 use crate::launch::{Arg, Launch, Unsupported};
 
 /// Experts that one warp can choose from.
 const MAX_EXPERTS: u32 = 512;
 /// Warps of a block.
 const WARPS: u32 = 4;
+/// Rows and experts of a tile of logits for many rows.
+const TILE: [u32; 2] = [64, 128];
+/// Blocks that fill a card, over which the columns are cut, and into how many parts at most.
+const ENOUGH_BLOCKS: u32 = 256;
+const MAX_PARTS: u32 = 16;
 
 pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> {
     let p = &op.p;
@@ -16,7 +21,7 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
         return Err(Unsupported(format!("{} experts; at most {MAX_EXPERTS}", p.n_experts)));
     }
     let mut scratch = Scratch::default();
-    let logits = scratch.place(4 * p.n_rows as usize * p.n_experts as usize);
+    let logits_bytes = 4 * p.n_rows as usize * p.n_experts as usize;
     let view = |view: &freetoken_backend::View| Arg::View(view.clone());
     let shared = op.shared_gate.as_ref();
     let gates = shared.map_or(Arg::Null, |gate| view(&gate.out));
@@ -44,13 +49,16 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
             view(&op.sequences),
             gates,
             shared_weight,
-            logits,
+            scratch.place(logits_bytes),
             Arg::Counters,
             format(op.norm.format),
         ];
         let grid = [(p.n_experts + shared.is_some() as u32).div_ceil(WARPS), 1, 1];
         return Ok((vec![launch(kernel, grid, 32 * WARPS, args).early()], scratch.bytes));
     }
+    let tiles = [p.n_rows.div_ceil(TILE[0]), p.n_experts.div_ceil(TILE[1])];
+    let n_parts = (ENOUGH_BLOCKS / (tiles[0] * tiles[1])).clamp(1, MAX_PARTS);
+    let sums = scratch.place(n_parts as usize * logits_bytes);
     let norm = vec![
         view(&op.normed),
         view(&op.x),
@@ -60,11 +68,19 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
         Arg::U32(p.hidden),
         Arg::U32(p.eps.to_bits()),
     ];
+    let product = vec![
+        params(op.params()),
+        sums.clone(),
+        view(&op.normed),
+        view(&op.router.view),
+        format(op.router.format),
+    ];
     let choose = vec![
         params(op.params()),
         view(&op.ids),
         view(&op.weights),
-        logits.clone(),
+        sums,
+        Arg::U32(n_parts),
         view(&op.sequences),
         gates,
         shared_weight,
@@ -73,7 +89,7 @@ pub(super) fn launches(op: &Route) -> Result<(Vec<Launch>, usize), Unsupported> 
     ];
     let launches = vec![
         launch("prepare_f32", [p.n_rows, 1, 1], 256, norm),
-        plain_tiles(p.n_rows, view(&op.normed), &op.router, logits),
+        launch("route_tile", [tiles[0], tiles[1], n_parts], 256, product),
         launch("route_choose", [p.n_rows.div_ceil(WARPS), 1, 1], 32 * WARPS, choose),
     ];
     Ok((launches, scratch.bytes))
