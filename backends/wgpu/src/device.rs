@@ -10,8 +10,8 @@ use std::{
 };
 
 use freetoken_backend::{
-    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
-    View, ViewCopy, os,
+    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, KernelCosts, Lane, Op, Precision, Program,
+    Result, Stage, View, ViewCopy, os,
 };
 use wgpu::{Device, DeviceDescriptor, Features, Limits, MemoryHints};
 
@@ -434,6 +434,20 @@ impl Backend for Wgpu {
     fn time_read(&self, view: &View) -> Result<f64> {
         let read = self.dispatches(&mut self.lock(), |recorder| timing::record_read(view, recorder));
         Ok(timing::time(&mut self.lock().lanes, self.gpu(), &[read])?[0])
+    }
+
+    fn kernel_costs(&self, ops: &[Op]) -> Result<Option<KernelCosts>> {
+        for op in ops {
+            op.check();
+            self.supports(op)?;
+        }
+        let state = &mut *self.lock();
+        let record = |recorder: &mut Recorder<'_>| ops.iter().for_each(|op| ops::record(op, recorder));
+        let n_kernels = self.dispatches(state, record).len();
+        let [few, many] = timing::EMPTY_DISPATCHES;
+        let chains =
+            [1, few, many].map(|n| self.dispatches(state, |recorder| timing::record_empty(n, recorder)));
+        timing::kernel_costs(&mut state.lanes, self.gpu(), n_kernels, &chains).map(Some)
     }
 
     fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>> {
