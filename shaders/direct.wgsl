@@ -88,10 +88,12 @@ fn four_rows(at: Invocation, rows: Four, x_rows: vec2<u32>, two: bool) -> Sums {
     var sums: Sums;
     for (var i = select(lane_of(at), at.thread, SPLIT); i < n; i += 2u * threads) {
         let now = load(rows, i);
-        let next = load(rows, min(i + threads, n - 1u));
-        add(&sums, now, x_rows, two, i);
         if i + threads < n {
+            let next = load(rows, i + threads);
+            add(&sums, now, x_rows, two, i);
             add(&sums, next, x_rows, two, i + threads);
+        } else {
+            add(&sums, now, x_rows, two, i);
         }
     }
     sums.first = crew_sum(at, sums.first);

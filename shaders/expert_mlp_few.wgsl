@@ -4,13 +4,14 @@
 // A record lies in slot `table[layer, expert]` of the pool: gate, up and down, row-major; rows are wide. A workgroup computes OUTPUTS
 // outputs of one expert for its routes. Where there is one row, each route has an expert of its own, and `routes` is ids. Else routes are
 // SEARCHED: `routes` is ids, the first route that chose the expert leads and takes all that did, and the workgroups of the others leave. Or
-// they are SORTED by expert in tiles, as expert_mlp_group leaves them. A team computes four outputs of down, or two of gate and up, and
-// reads each weight once for every two routes. Experts outside of the window of chunks are left to other dispatches. Bound by the bytes of
+// they are SORTED by expert in tiles, as expert_mlp_group leaves them. A team, or with SPLIT the whole workgroup, computes four outputs of
+// down, or two of gate and up, and reads each weight once for every two routes. Experts outside of the window of chunks are left to other dispatches. Bound by the bytes of
 // the experts; of 4-bit codes by what it takes to decode them.
 
 override DOWN: bool = false;
 override WALK: u32 = 0u;
 override OUTPUTS: u32 = 32u;
+override SPLIT: bool = false;
 
 const SEARCHED: u32 = 1u;
 const SORTED: u32 = 2u;
@@ -27,8 +28,6 @@ var<workgroup> matched: array<u32, select(1u, MAX_ROUTES, WALK == SEARCHED)>;
 
 // x comes normed.
 const NORM: u32 = NONE;
-// There are many rows.
-const SPLIT: bool = false;
 
 fn norm_four(v: u32) -> vec4<f32> {
     return vec4(1.0);
@@ -109,8 +108,10 @@ fn main(at: Invocation) {
         n_places = collect(at.thread, at.workgroup.y, u32(expert));
     }
     let outputs = select(2u, 4u, DOWN);
-    for (var start = 0u; start < OUTPUTS; start += teams_of(at) * outputs) {
-        let own = start + team_of(at) * outputs;
+    let teams = select(teams_of(at), 1u, SPLIT);
+    let team = select(team_of(at), 0u, SPLIT);
+    for (var start = 0u; start < OUTPUTS; start += teams * outputs) {
+        let own = start + team * outputs;
         let first = at.workgroup.x * OUTPUTS + own;
         var rows = Four(weight_row(place, first), weight_row(place, first + 1u), weight_row(place, first + 2u), weight_row(place, first + 3u));
         if !DOWN {
@@ -122,8 +123,8 @@ fn main(at: Invocation) {
             let route = route_at(at.workgroup, first_place + i);
             let other = route_at(at.workgroup, first_place + select(i, i + 1u, two));
             let sums = four_rows(at, rows, vec2(x_row(route), x_row(other)), two);
-            // A lane finishes an output.
-            let lane = lane_of(at);
+            // A thread finishes an output.
+            let lane = select(lane_of(at), at.thread, SPLIT);
             if lane < outputs && own < OUTPUTS {
                 finish(route, first + lane, sums.first[lane], sums.first[(lane + 2u) % 4u]);
                 if two {

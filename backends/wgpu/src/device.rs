@@ -10,8 +10,8 @@ use std::{
 };
 
 use freetoken_backend::{
-    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, Lane, Op, Precision, Program, Result, Stage,
-    View, ViewCopy, os,
+    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, KernelCosts, Lane, Op, Precision, Program,
+    Result, Stage, View, ViewCopy, os,
 };
 use wgpu::{Device, DeviceDescriptor, Features, Limits, MemoryHints};
 
@@ -447,6 +447,20 @@ impl Backend for Wgpu {
         // The first is a warm-up.
         let times = timing::time(&mut self.lock().lanes, self.gpu(), &runs)?;
         Ok(times[1..].iter().copied().reduce(f64::min).map(|seconds| flops / seconds))
+    }
+
+    fn kernel_costs(&self, ops: &[Op]) -> Result<Option<KernelCosts>> {
+        for op in ops {
+            op.check();
+            self.supports(op)?;
+        }
+        let state = &mut *self.lock();
+        let record = |recorder: &mut Recorder<'_>| ops.iter().for_each(|op| ops::record(op, recorder));
+        let n_kernels = self.dispatches(state, record).len();
+        let [few, many] = timing::EMPTY_DISPATCHES;
+        let chains =
+            [1, few, many].map(|n| self.dispatches(state, |recorder| timing::record_empty(n, recorder)));
+        timing::kernel_costs(&mut state.lanes, self.gpu(), n_kernels, &chains).map(Some)
     }
 
     fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>> {

@@ -126,11 +126,12 @@ macro_rules! kernels {
 }
 
 kernels! {
+    EMPTY = "empty" [] writes 1 reads 1 params 1 {}
     READ = "read" [] writes 1 reads 1 params 2 { VECS: &[16] }
     MULTIPLY = "multiply" [] writes 1 reads 0 params 2 {}
     EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
     MATMUL_GEMV = "matmul_gemv" [Format, Team, Matmul, Rows, Products] writes 1 reads 7 params 15 {
-        WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
+        WORKGROUP: &[64, 128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
         ACCUMULATE: FLAG, SPLIT: FLAG, OUTPUTS: &[16],
     }
     MATMUL_FEW = "matmul_few" [Format, Team, Matmul, Rows] writes 1 reads 7 params 15 {
@@ -155,15 +156,15 @@ kernels! {
         KEY_DIM: &[16, 24, 128, 4096], COLUMNS: &[1, 32], LANES: &[1, 8, 256], WIDE: FLAG,
     }
     GATED_DELTA_NORM = "gated_delta_norm" [Team] writes 1 reads 3 params 11 { WORKGROUP: &[256] }
-    ROUTE = "route" [Format, Team] writes 3 reads 4 params 11 {
-        WORKGROUP: &[256, 1024], ROUTER: FORMAT, NORM: FORMAT, RENORMALIZE: FLAG, WIDE: FLAG,
-        EXPERTS: &[8, 1024],
+    ROUTE_SCORES = "route_scores" [Format, Team] writes 3 reads 4 params 9 {
+        WORKGROUP: &[256], ROUTER: FORMAT, NORM: FORMAT, GATE: OPTIONAL, WIDE: FLAG, SPLIT: FLAG,
+        EXPERTS: &[8, 1024], BLOCK: &[4, 1024],
     }
-    ROUTE_SHARED_GATE = "route_shared_gate" [Format, Team] writes 1 reads 2 params 5 {
-        WORKGROUP: &[256], FORMAT: FORMAT,
+    ROUTE = "route" [Team] writes 2 reads 2 params 5 {
+        WORKGROUP: &[256], RENORMALIZE: FLAG, EXPERTS: &[10, 1024],
     }
     EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
-        WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8],
+        WORKGROUP: &[64, 128], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8], SPLIT: FLAG,
     }
     EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
     EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows] writes 1 reads 4 params 22 {

@@ -1,9 +1,9 @@
-//! The time of single ops, for benches: a time stamp before and behind each where the device can write one, else the host's clock;
-//! and the time of copies within a program.
+//! The time of single ops and of dispatches that do nothing, for benches: a time stamp before and behind each where the device can write
+//! one, else the host's clock; and the time of copies within a program.
 
 use std::time::{Duration, Instant};
 
-use freetoken_backend::{Result, View};
+use freetoken_backend::{KernelCosts, Result, View};
 use wgpu::{
     BufferDescriptor, BufferUsages, CommandEncoder, ComputePassDescriptor, ComputePassTimestampWrites,
     Features, QuerySet, QuerySetDescriptor, QueryType,
@@ -12,7 +12,7 @@ use wgpu::{
 use crate::{
     device::Gpu,
     dispatch::{Call, Dispatch, Recorder},
-    kernels::{MULTIPLY, READ},
+    kernels::{EMPTY, MULTIPLY, READ},
     memory::{Slot, buffer},
     queue::Lanes,
 };
@@ -154,4 +154,42 @@ pub(crate) fn record_multiply(recorder: &mut Recorder<'_>) -> f64 {
         workgroups: [workgroups, 1, 1],
     });
     f64::from(workgroups) * 256.0 * f64::from(STEPS) * f64::from(STEP_FLOPS)
+}
+
+/// Dispatches that do nothing in the shorter and in the longer of two passes.
+pub(crate) const EMPTY_DISPATCHES: [usize; 2] = [64, 576];
+/// Measurements of which the best counts.
+const TRIES: usize = 5;
+
+/// So many dispatches that do nothing, each of which waits for the one before it, as the ops of a step do: it binds what that one wrote.
+pub(crate) fn record_empty(n: usize, recorder: &mut Recorder<'_>) {
+    let two = ["empty.a", "empty.b"].map(|name| Slot::whole(&recorder.scratch.get(recorder.gpu, name, 4)));
+    for i in 0..n {
+        recorder.call(Call {
+            kernel: &EMPTY,
+            constants: Vec::new(),
+            slots: vec![two[i % 2].clone(), two[(i + 1) % 2].clone()],
+            chunks: &[],
+            params: &[0],
+            workgroups: [1, 1, 1],
+        });
+    }
+}
+
+/// What dispatches cost, `n_kernels` of which the ops are. `chains` are those of [`record_empty`]: one dispatch, and [`EMPTY_DISPATCHES`].
+pub(crate) fn kernel_costs(
+    lanes: &mut Lanes,
+    gpu: &Gpu,
+    n_kernels: usize,
+    chains: &[Vec<Dispatch>; 3],
+) -> Result<KernelCosts> {
+    let mut best = [f64::INFINITY; 3];
+    for _ in 0..TRIES {
+        for (best, seconds) in best.iter_mut().zip(time(lanes, gpu, chains)?) {
+            *best = best.min(seconds);
+        }
+    }
+    let [alone, few, many] = best;
+    let more = EMPTY_DISPATCHES[1] - EMPTY_DISPATCHES[0];
+    Ok(KernelCosts { n_kernels, empty_kernel: (many - few) / more as f64, empty_op: alone })
 }

@@ -17,9 +17,10 @@ use crate::engine::Sequence;
 /// Each op of a step by itself: of decode steps, and with --prompt of the chunk that a prompt is; and of a recurrent model, all ops
 /// of a decode step that stand in for attention together.
 ///
-/// Below the ops of a decode step stands the step as it runs, what of it is no kernel's work but between them, and what as many
-/// kernels that do nothing take, where the device tells. "% of products" is the rate of a matrix product as a share of the one
-/// at which the device multiplies without reading anything, measured in the same run.
+/// Below the ops of a decode step stands the step as it runs; and where the device tells, what of it is no kernel's work but between
+/// them, what as many kernels that do nothing take, and what these and the step's bytes take, which is the step at its best. "% of
+/// products" is the rate of a matrix product as a share of the one at which the device multiplies without reading anything, measured
+/// in the same run.
 #[derive(Debug, Args)]
 pub(super) struct OpsArgs {
     #[command(flatten)]
@@ -156,7 +157,7 @@ pub(super) fn run(args: &OpsArgs) -> Result<()> {
         let all = groups.last().expect("all of them together");
         groups.iter().for_each(|group| push(&stage, group, all.seconds));
         let costs = subject.engine.backend().kernel_costs(&subject.ops(sequences.len()))?;
-        as_it_runs(all, seconds, costs).iter().for_each(|group| push(&stage, group, seconds));
+        as_it_runs(all, seconds, costs, read_bandwidth).iter().for_each(|group| push(&stage, group, seconds));
         Ok(())
     })?;
     subject.report(read_bandwidth, table, &args.report)
@@ -164,7 +165,7 @@ pub(super) fn run(args: &OpsArgs) -> Result<()> {
 
 /// The step as it runs, and where the device tells, what of it no kernel works, beside what empty kernels take. What a kernel
 /// works is what its op takes by itself beyond an empty one.
-fn as_it_runs(all: &Group, seconds: f64, costs: Option<KernelCosts>) -> Vec<Group> {
+fn as_it_runs(all: &Group, seconds: f64, costs: Option<KernelCosts>, read_bandwidth: f64) -> Vec<Group> {
     let row = |name: &str, n_calls: usize, seconds: f64, bytes: f64| Group {
         name: name.into(),
         n_calls,
@@ -177,7 +178,9 @@ fn as_it_runs(all: &Group, seconds: f64, costs: Option<KernelCosts>) -> Vec<Grou
         let n_more = n_kernels.saturating_sub(all.n_calls) as f64;
         let work = all.seconds - all.n_calls as f64 * empty_op - n_more * empty_kernel;
         rows.push(row("between kernels", n_kernels, seconds - work, 0.0));
-        rows.push(row("as many empty kernels", n_kernels, n_kernels as f64 * empty_kernel, 0.0));
+        let empty = n_kernels as f64 * empty_kernel;
+        rows.push(row("as many empty kernels", n_kernels, empty, 0.0));
+        rows.push(row("bytes and empty kernels", n_kernels, empty + all.bytes / read_bandwidth, 0.0));
     }
     rows
 }

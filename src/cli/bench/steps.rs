@@ -21,6 +21,9 @@ use crate::engine::Sequence;
 /// which it does, as a share of the rate at which the device reads its own memory in order, measured in the same run. The
 /// ms of a prompt are the time to its first token.
 ///
+/// Where the device tells what a kernel that does nothing costs, "x of floor" is what the step takes over the time of its bytes at that rate
+/// and of as many empty kernels; where all experts have a place on the device.
+///
 /// With experts behind a cache (--vram, --expert-cache) the bound of a step is what it reads on the device at that rate, and the
 /// experts without a place there at the rate of link and CPU together. "x of KV" is what a step takes longer than at the least depth,
 /// over the time in which the device reads the keys and values that are more.
@@ -38,7 +41,7 @@ pub(super) struct StepsArgs {
     report: ReportArgs,
 }
 
-const COLUMNS: [Column; 13] = [
+const COLUMNS: [Column; 16] = [
     column("stage", "stage", 1.0, 0),
     column("prompt", "prompt", 1.0, 0),
     column("depth", "depth", 1.0, 0),
@@ -48,6 +51,9 @@ const COLUMNS: [Column; 13] = [
     column("bytes", "MB a step", 1e-6, 1),
     column("bytes_per_second", "GB/s", 1e-9, 1),
     column("share_of_read", "% of read", 100.0, 1),
+    column("kernels", "kernels", 1.0, 0),
+    column("empty_kernel_seconds", "us an empty one", 1e6, 2),
+    column("over_floor", "x of floor", 1.0, 2),
     column("missed_bytes", "missed MB", 1e-6, 1),
     column("bound_seconds", "bound ms", 1e3, 2),
     column("share_of_bound", "% of bound", 100.0, 1),
@@ -84,6 +90,9 @@ pub(super) fn run(args: &StepsArgs) -> Result<()> {
             Cell::Empty,
             Cell::Empty,
             Cell::Empty,
+            Cell::Empty,
+            Cell::Empty,
+            Cell::Empty,
         ]);
     }
     let mut at_least_depth: HashMap<usize, (usize, Decoded)> = HashMap::new();
@@ -96,6 +105,11 @@ pub(super) fn run(args: &StepsArgs) -> Result<()> {
             let rates = subject.engine.elastic().expect("counted by it").rates().0;
             (bytes - missed) / read_bandwidth + missed / (rates.link_shared + rates.host_shared)
         });
+        let costs = match missed {
+            Some(_) => None,
+            None => subject.engine.backend().kernel_costs(&subject.ops(sequences.len()))?,
+        };
+        let floor = costs.map(|costs| bytes / read_bandwidth + costs.n_kernels as f64 * costs.empty_kernel);
         let kv_seconds = (kv_bytes - shallow.kv_bytes) / read_bandwidth;
         let over_kv = (depth > least).then(|| (seconds - shallow.seconds) / kv_seconds);
         let cell = |value: Option<f64>| value.map_or(Cell::Empty, Cell::from);
@@ -109,6 +123,9 @@ pub(super) fn run(args: &StepsArgs) -> Result<()> {
             bytes.into(),
             (bytes / seconds).into(),
             (bytes / seconds / read_bandwidth).into(),
+            costs.map_or(Cell::Empty, |costs| costs.n_kernels.into()),
+            cell(costs.map(|costs| costs.empty_kernel)),
+            cell(floor.map(|floor| seconds / floor)),
             cell(missed),
             cell(bound),
             cell(bound.map(|bound| bound / seconds)),

@@ -4,7 +4,7 @@
 use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, THREADS, wide_cols},
+    matmul::{FEW_ROWS, THREADS, sharing_threads, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -82,7 +82,8 @@ const SORTED: u32 = 2;
 /// How a kernel comes by its routes.
 struct Walk {
     kernel: &'static Kernel,
-    constants: Vec<(&'static str, u32)>,
+    /// Of gate and up, and of down.
+    constants: [Vec<(&'static str, u32)>; 2],
     /// Ids, or routes sorted by expert in tiles.
     routes: Slot,
     /// Where ids begin, or the number of tiles that there is room for.
@@ -98,14 +99,19 @@ impl Walk {
         let n_routes = op.p.n_rows * op.p.top_k;
         let ids = recorder.words(&op.ids, n_routes as usize);
         let few = |walk: u32, routes: Slot, routes_at: u32, n: u32| {
-            let outputs = recorder.gpu.max_teams(THREADS);
+            // Rows of down are short.
+            let split = walk == ALONE && op.experts.format().group().is_none() && recorder.gpu.is_parallel;
+            let shared = if split { sharing_threads(op.p.hidden) } else { THREADS };
+            let teams = recorder.gpu.max_teams(THREADS);
+            let constants =
+                |threads, split| vec![("WORKGROUP", threads), ("WALK", walk), ("SPLIT", split as u32)];
             Walk {
                 kernel: &EXPERT_MLP_FEW,
-                constants: vec![("WORKGROUP", THREADS), ("WALK", walk)],
+                constants: [constants(shared, split), constants(THREADS, false)],
                 routes,
                 routes_at,
                 n,
-                outputs: [2 * outputs, 4 * outputs],
+                outputs: [if split { 2 } else { 2 * teams }, 4 * teams],
             }
         };
         if wide && op.p.n_rows == 1 {
@@ -121,7 +127,7 @@ impl Walk {
         let (routes, n) = group(op, &ids, TILE, recorder);
         Walk {
             kernel: &EXPERT_MLP_TILED,
-            constants: vec![("WIDE", wide as u32), ("TILE", TILE)],
+            constants: [(); 2].map(|()| vec![("WIDE", wide as u32), ("TILE", TILE)]),
             routes,
             routes_at: n,
             n,
@@ -216,7 +222,7 @@ fn windows(
     let window = all.len().next_power_of_two().min(recorder.gpu.max_window());
     let outputs = walk.outputs[half.down as usize];
     let own = [("FORMAT", format_code(pool.record.format)), ("DOWN", half.down as u32), ("OUTPUTS", outputs)];
-    let constants = [&walk.constants[..], &own].concat();
+    let constants = [&walk.constants[half.down as usize][..], &own].concat();
     let n_pooled = places.chunks.len();
     // The slots, or the experts in the bank, that lie in the first `n` chunks.
     let slots = |n: usize| (n.min(n_pooled) * places.slots_per_chunk) as u32;

@@ -24,6 +24,11 @@ const FEW_OUTPUTS: usize = 8192;
 /// Rows and outputs of a tile.
 const TILE: u32 = 64;
 
+/// Threads of a workgroup that shares columns: each has four loads of a row, as far as the bounds allow.
+pub(super) fn sharing_threads(cols: u32) -> u32 {
+    (cols / 32).next_power_of_two().clamp(64, THREADS)
+}
+
 /// Rows of a matrix that one binding holds.
 pub(super) fn window_rows(gpu: &Gpu, row_bytes: usize) -> usize {
     ((gpu.max_binding() - 2 * gpu.align() as usize) / row_bytes).max(1)
@@ -183,7 +188,8 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
         1..=PAIRED_ROWS if wide => {
             let split = rows < FEW_OUTPUTS && format.group().is_none() && recorder.gpu.is_parallel;
             let outputs = if split { 4 } else { teams * 4 } / per_glu;
-            constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("SPLIT", split as u32)]);
+            let threads = if split { sharing_threads(p.in_features) } else { THREADS };
+            constants.extend([("WORKGROUP", threads), ("OUTPUTS", outputs), ("SPLIT", split as u32)]);
             (&MATMUL_GEMV, recorder.grid(rows.div_ceil(outputs as usize)))
         }
         _ if wide && n <= FEW_ROWS => {
