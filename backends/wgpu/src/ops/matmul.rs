@@ -6,10 +6,11 @@ use std::ops::Range;
 
 use freetoken_backend::{Format, MatMul, Matrix, View, Weight};
 
+use super::half_rows::{self, HalfRows, Rows};
 use crate::{
     device::Gpu,
     dispatch::{Call, Recorder, format_code},
-    kernels::{MATMUL_FEW, MATMUL_GEMV, MATMUL_TILED},
+    kernels::{MATMUL_COOPERATIVE, MATMUL_FEW, MATMUL_GEMV, MATMUL_TILED},
     memory::{Slot, buffer},
 };
 
@@ -23,6 +24,9 @@ pub(super) const THREADS: u32 = 128;
 const FEW_OUTPUTS: usize = 8192;
 /// Rows and outputs of a tile.
 const TILE: u32 = 64;
+/// Subgroups of a workgroup on cooperative matrices, down and across, and the rows and outputs of each.
+const SUBGROUPS: [u32; 2] = [2, 4];
+pub(super) const SUBGROUP_TILE: [u32; 2] = [64, 32];
 
 /// Rows of a matrix that one binding holds.
 pub(super) fn window_rows(gpu: &Gpu, row_bytes: usize) -> usize {
@@ -98,18 +102,19 @@ impl Run<'_> {
 
 pub(super) fn record(op: &MatMul, recorder: &mut Recorder<'_>) {
     let outputs = op.p.out_features as usize;
+    let halves = &mut None;
     if !op.is_glu() {
-        windows(op, recorder, 0, Glu::None);
+        windows(op, recorder, 0, Glu::None, halves);
     } else if is_together(op, recorder.gpu) {
-        part(op, recorder, &run(&op.weight, 0), 0..outputs, Glu::Together);
+        part(op, recorder, &run(&op.weight, 0), 0..outputs, Glu::Together, halves);
     } else {
-        windows(op, recorder, outputs, Glu::None);
-        windows(op, recorder, 0, Glu::Apart);
+        windows(op, recorder, outputs, Glu::None, halves);
+        windows(op, recorder, 0, Glu::Apart, halves);
     }
 }
 
 /// All outputs, from the rows that begin at row `top`.
-fn windows(op: &MatMul, recorder: &mut Recorder<'_>, top: usize, glu: Glu) {
+fn windows(op: &MatMul, recorder: &mut Recorder<'_>, top: usize, glu: Glu, halves: &mut Option<HalfRows>) {
     let outputs = op.p.out_features as usize;
     let (whole, most) = (recorder.work, bound_rows(&op.weight, recorder.gpu));
     let mut done = 0;
@@ -117,14 +122,21 @@ fn windows(op: &MatMul, recorder: &mut Recorder<'_>, top: usize, glu: Glu) {
         let run = run(&op.weight, top + done);
         let rows = (run.weight.rows - run.first).min(outputs - done).min(most);
         recorder.work = whole * rows as u64 / op.weight.rows() as u64;
-        part(op, recorder, &run, done..done + rows, glu);
+        part(op, recorder, &run, done..done + rows, glu, halves);
         done += rows;
     }
     recorder.work = whole;
 }
 
-/// Some outputs, from the rows of a run.
-fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<usize>, glu: Glu) {
+/// Some outputs, from the rows of a run. What cooperative matrices want of x is made for the first part that runs on them.
+fn part(
+    op: &MatMul,
+    recorder: &mut Recorder<'_>,
+    run: &Run<'_>,
+    outputs: Range<usize>,
+    glu: Glu,
+    halves: &mut Option<HalfRows>,
+) {
     let (p, weight) = (&op.p, run.weight);
     let (n, cols, align) = (p.n_rows as usize, p.in_features as usize, recorder.gpu.align());
     let to_up = if glu == Glu::Together { outputs.len() } else { 0 };
@@ -150,7 +162,7 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
     let wide = p.in_features.is_multiple_of(wide_cols(format))
         && [&x, &norm, &codes].iter().all(|slot| slot.is_wide())
         && (format != Format::Nvfp4 || scales_at.is_multiple_of(2));
-    let params = [
+    let mut params = [
         p.n_rows,
         p.in_features,
         p.out_features,
@@ -179,6 +191,7 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
     let teams = recorder.gpu.max_teams(THREADS);
     let per_glu = if glu == Glu::Together { 2 } else { 1 };
     let rows = outputs.len();
+    let mut slots = vec![out, x, gathered, norm, codes, scales, globals, bias];
     let (kernel, workgroups) = match n {
         1..=PAIRED_ROWS if wide => {
             let split = rows < FEW_OUTPUTS && format.group().is_none() && recorder.gpu.is_parallel;
@@ -192,11 +205,30 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
             constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("QUADS", quads)]);
             (&MATMUL_FEW, recorder.grid(rows.div_ceil(outputs as usize)))
         }
+        _ if wide && recorder.gpu.cooperative && format != Format::F32 => {
+            let made = halves.get_or_insert_with(|| {
+                let rows = Rows {
+                    n: p.n_rows,
+                    cols: p.in_features,
+                    x: &slots[1],
+                    gathered: op.rows.as_ref().map(|_| &slots[2]),
+                    norm: op.norm.as_ref(),
+                    eps: p.eps,
+                    weights: None,
+                };
+                half_rows::record(&rows, recorder)
+            });
+            (slots[1], slots[2]) = (made.halves.clone(), made.scales.clone());
+            params[7] = 0;
+            constants.retain(|(name, _)| !["NORM", "GATHER"].contains(name));
+            constants.extend([("ROWS", SUBGROUPS[0]), ("COLUMNS", SUBGROUPS[1])]);
+            let [down, across] = [0, 1].map(|i| SUBGROUPS[i] * SUBGROUP_TILE[i]);
+            (&MATMUL_COOPERATIVE, [(rows as u32).div_ceil(across / per_glu), p.n_rows.div_ceil(down), 1])
+        }
         _ => {
             constants.extend([("WIDE", wide as u32), ("TILE", TILE)]);
             (&MATMUL_TILED, [(rows as u32).div_ceil(TILE), p.n_rows.div_ceil(TILE), 1])
         }
     };
-    let slots = vec![out, x, gathered, norm, codes, scales, globals, bias];
     recorder.call(Call { kernel, constants, slots, chunks: &[], params: &params, workgroups });
 }
