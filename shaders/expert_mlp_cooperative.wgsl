@@ -49,7 +49,7 @@ fn main(at: Invocation) {
         let row = at.thread / 8u + threads / 8u * i;
         loads.inside[i] = row < n_rows;
         if row < n_rows {
-            loads.x[i] = p.x_at + row_of_route(route_at(first_place + row)) * p.in_features;
+            loads.x[i] = row_of_route(route_at(first_place + row)) * p.in_features;
         }
     }
     for (var i = 0u; i < 4u / ROWS; i++) {

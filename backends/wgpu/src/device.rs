@@ -263,7 +263,11 @@ impl Wgpu {
     }
 
     /// The dispatches that `record` adds.
-    fn dispatches(&self, state: &mut State, record: impl FnOnce(&mut Recorder<'_>)) -> Vec<Dispatch> {
+    pub(crate) fn dispatches(
+        &self,
+        state: &mut State,
+        record: impl FnOnce(&mut Recorder<'_>),
+    ) -> Vec<Dispatch> {
         let State { pipelines, scratch, .. } = state;
         let mut recorder = Recorder { gpu: self.gpu(), pipelines, scratch, dispatches: Vec::new(), work: 0 };
         record(&mut recorder);

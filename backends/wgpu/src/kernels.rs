@@ -150,7 +150,8 @@ kernels! {
     }
     MATMUL_COOPERATIVE = "matmul_cooperative" [Cooperative, Format, Matmul, Rows, CooperativeTile]
         writes 1 reads 7 params 15 {
-        FORMAT: HALVED_FORMAT, BIAS: OPTIONAL, GLU: GLU, ACCUMULATE: FLAG, ROWS: &[1, 2], COLUMNS: &[2, 4],
+        FORMAT: HALVED_FORMAT, NORM: &[3], BIAS: OPTIONAL, GLU: GLU, GATHER: &[0], ACCUMULATE: FLAG, ROWS: &[1, 2],
+        COLUMNS: &[2, 4],
     }
     HALF_ROWS = "half_rows" [Format, Team] writes 2 reads 4 params 7 {
         WORKGROUP: &[128], NORM: OPTIONAL, GATHER: FLAG, WEIGHTED: FLAG,

@@ -143,10 +143,10 @@ fn part(
     let (format, rows) = (weight.format, outputs.len() + to_up);
     let out = recorder.words(&op.out, n * p.out_features as usize);
     // With `rows` the data decides which rows of x are read: all of the view is bound.
-    let x =
+    let mut x =
         if op.rows.is_some() { recorder.slot(&op.x, op.x.bytes()) } else { recorder.words(&op.x, n * cols) };
-    let gathered = op.rows.as_ref().map_or_else(|| recorder.nothing(), |rows| recorder.words(rows, n));
-    let (norm, norm_at, norm_format) = recorder.optional(op.norm.as_ref());
+    let mut gathered = op.rows.as_ref().map(|rows| recorder.words(rows, n));
+    let (mut norm, mut norm_at, mut norm_format) = recorder.optional(op.norm.as_ref());
     let codes = run.slot(&weight.view, format.row_bytes(cols), rows, align);
     let other = |part: &Option<View>, row_bytes| match part {
         Some(part) => run.slot(part, row_bytes, rows, align),
@@ -162,7 +162,26 @@ fn part(
     let wide = p.in_features.is_multiple_of(wide_cols(format))
         && [&x, &norm, &codes].iter().all(|slot| slot.is_wide())
         && (format != Format::Nvfp4 || scales_at.is_multiple_of(2));
-    let mut params = [
+    let cooperative = wide && n > FEW_ROWS && recorder.gpu.cooperative && format != Format::F32;
+    if cooperative {
+        let made = halves.get_or_insert_with(|| {
+            let rows = Rows {
+                n: p.n_rows,
+                cols: p.in_features,
+                x: &x,
+                gathered: gathered.as_ref(),
+                norm: op.norm.as_ref(),
+                eps: p.eps,
+                weights: None,
+            };
+            half_rows::record(&rows, recorder)
+        });
+        (x, gathered) = (made.halves.clone(), Some(made.scales.clone()));
+        (norm, norm_at, norm_format) = recorder.optional(None);
+    }
+    let gather = (gathered.is_some() && !cooperative) as u32;
+    let gathered = gathered.unwrap_or_else(|| recorder.nothing());
+    let params = [
         p.n_rows,
         p.in_features,
         p.out_features,
@@ -184,14 +203,13 @@ fn part(
         ("NORM", norm_format),
         ("BIAS", bias_format),
         ("GLU", glu as u32),
-        ("GATHER", op.rows.is_some() as u32),
+        ("GATHER", gather),
         ("ACCUMULATE", p.accumulate),
     ];
     // A team computes so many outputs of a row that four rows of weights are read at a time.
     let teams = recorder.gpu.max_teams(THREADS);
     let per_glu = if glu == Glu::Together { 2 } else { 1 };
     let rows = outputs.len();
-    let mut slots = vec![out, x, gathered, norm, codes, scales, globals, bias];
     let (kernel, workgroups) = match n {
         1..=PAIRED_ROWS if wide => {
             let split = rows < FEW_OUTPUTS && format.group().is_none() && recorder.gpu.is_parallel;
@@ -205,22 +223,7 @@ fn part(
             constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("QUADS", quads)]);
             (&MATMUL_FEW, recorder.grid(rows.div_ceil(outputs as usize)))
         }
-        _ if wide && recorder.gpu.cooperative && format != Format::F32 => {
-            let made = halves.get_or_insert_with(|| {
-                let rows = Rows {
-                    n: p.n_rows,
-                    cols: p.in_features,
-                    x: &slots[1],
-                    gathered: op.rows.as_ref().map(|_| &slots[2]),
-                    norm: op.norm.as_ref(),
-                    eps: p.eps,
-                    weights: None,
-                };
-                half_rows::record(&rows, recorder)
-            });
-            (slots[1], slots[2]) = (made.halves.clone(), made.scales.clone());
-            params[7] = 0;
-            constants.retain(|(name, _)| !["NORM", "GATHER"].contains(name));
+        _ if cooperative => {
             constants.extend([("ROWS", SUBGROUPS[0]), ("COLUMNS", SUBGROUPS[1])]);
             let [down, across] = [0, 1].map(|i| SUBGROUPS[i] * SUBGROUP_TILE[i]);
             (&MATMUL_COOPERATIVE, [(rows as u32).div_ceil(across / per_glu), p.n_rows.div_ceil(down), 1])
@@ -230,5 +233,6 @@ fn part(
             (&MATMUL_TILED, [(rows as u32).div_ceil(TILE), p.n_rows.div_ceil(TILE), 1])
         }
     };
+    let slots = vec![out, x, gathered, norm, codes, scales, globals, bias];
     recorder.call(Call { kernel, constants, slots, chunks: &[], params: &params, workgroups });
 }
