@@ -20,6 +20,10 @@ const STRIDE: u32 = DEPTH / 4u + 2u;
 
 // Sizes have names, since naga drops nameless ones before overrides that stand behind them.
 override SUBGROUPS: u32 = ROWS * COLUMNS;
+override THREADS: u32 = 32u * SUBGROUPS;
+// Of a thread: vec4s of halves, and eights of weights.
+override X_LOADS: u32 = DEPTH / 2u / COLUMNS;
+override WEIGHT_LOADS: u32 = DEPTH / 8u / ROWS;
 override X_VECS: u32 = 64u * ROWS * STRIDE;
 override WEIGHT_VECS: u32 = 32u * COLUMNS * STRIDE;
 override RESULTS: u32 = 512u * SUBGROUPS;
@@ -43,56 +47,70 @@ struct Sums {
     tile: array<coop_mat16x16<f32, C>, 8>,
 }
 
-// What a thread loads: four columns of every so many rows of x, eight of rows of the weight.
+// The rows that a thread loads from, of the tiles. Neighbours load neighbouring columns.
 struct Loads {
-    x: array<u32, 8>,
-    inside: array<bool, 8>,
-    rows: array<Row, 4>,
+    // Element at which a row of halves starts.
+    x: array<u32, 16>,
+    inside: array<bool, 16>,
+    weights: array<Row, 8>,
 }
 
-struct Next {
-    x: array<vec4<f16>, 8>,
-    weights: array<Two, 4>,
+struct Columns {
+    x: array<vec4<f16>, 16>,
+    weights: array<Two, 8>,
 }
 
-fn load(loads: ptr<function, Loads>, next: ptr<function, Next>, thread: u32, c: u32) {
-    let x_column = c + 4u * (thread % 8u);
-    for (var i = 0u; i < 16u / COLUMNS; i++) {
+const X_THREADS: u32 = DEPTH / 4u;
+const WEIGHT_THREADS: u32 = DEPTH / 8u;
+
+// Row of the tile of x that a thread's load belongs to.
+fn x_row_of(at: Invocation, load: u32) -> u32 {
+    return at.thread / X_THREADS + THREADS / X_THREADS * load;
+}
+
+// The same of weights.
+fn weight_row_of(at: Invocation, load: u32) -> u32 {
+    return at.thread / WEIGHT_THREADS + THREADS / WEIGHT_THREADS * load;
+}
+
+// What columns c .. c + DEPTH hold for a thread.
+fn load_columns(at: Invocation, loads: ptr<function, Loads>, next: ptr<function, Columns>, c: u32) {
+    let x_column = c + 4u * (at.thread % X_THREADS);
+    for (var i = 0u; i < X_LOADS; i++) {
         (*next).x[i] = vec4(0.0h);
         if (*loads).inside[i] && x_column < p.in_features {
             (*next).x[i] = halves[((*loads).x[i] + x_column) / 4u];
         }
     }
-    let column = c + 8u * (thread % 4u);
-    for (var i = 0u; i < 4u / ROWS; i++) {
+    let column = c + 8u * (at.thread % WEIGHT_THREADS);
+    for (var i = 0u; i < WEIGHT_LOADS; i++) {
         (*next).weights[i] = Two(vec4(0u), vec4(0u));
         if column < p.in_features {
-            (*next).weights[i] = stored_eight((*loads).rows[i], column);
+            (*next).weights[i] = stored_eight((*loads).weights[i], column);
         }
     }
 }
 
 // The sums of the tile over `factor`; the largest weight that this thread met.
 fn multiply(at: Invocation, loads: ptr<function, Loads>, sums: ptr<function, Sums>, factor: f32) -> f32 {
-    let threads = 32u * ROWS * COLUMNS;
     let x_first = at.subgroup / COLUMNS * 64u * STRIDE;
     let weight_first = at.subgroup % COLUMNS * 32u * STRIDE;
     var most = vec4(0.0);
-    var next: Next;
-    load(loads, &next, at.thread, 0u);
+    var next: Columns;
+    load_columns(at, loads, &next, 0u);
     for (var c = 0u; c < p.in_features; c += DEPTH) {
-        for (var i = 0u; i < 16u / COLUMNS; i++) {
-            x_tile[(at.thread / 8u + threads / 8u * i) * STRIDE + at.thread % 8u] = next.x[i];
+        for (var i = 0u; i < X_LOADS; i++) {
+            x_tile[x_row_of(at, i) * STRIDE + at.thread % X_THREADS] = next.x[i];
         }
-        for (var i = 0u; i < 4u / ROWS; i++) {
-            let to = (at.thread / 4u + threads / 4u * i) * STRIDE + 2u * (at.thread % 4u);
+        for (var i = 0u; i < WEIGHT_LOADS; i++) {
+            let to = weight_row_of(at, i) * STRIDE + 2u * (at.thread % WEIGHT_THREADS);
             let columns = decode_eight(next.weights[i]);
             most = max(most, max(abs(columns.low), abs(columns.high)));
             weight_tile[to] = vec4<f16>(columns.low * factor);
             weight_tile[to + 1u] = vec4<f16>(columns.high * factor);
         }
         workgroupBarrier();
-        load(loads, &next, at.thread, c + DEPTH);
+        load_columns(at, loads, &next, c + DEPTH);
         for (var k = 0u; k < DEPTH / 4u; k += 4u) {
             let w_0 = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + k], STRIDE);
             let w_1 = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + 16u * STRIDE + k], STRIDE);

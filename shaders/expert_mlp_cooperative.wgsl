@@ -30,7 +30,7 @@ fn row_of_route(route: u32) -> u32 {
     return select(route / p.top_k, route, DOWN);
 }
 
-@compute @workgroup_size(32u * ROWS * COLUMNS)
+@compute @workgroup_size(THREADS)
 fn main(at: Invocation) {
     if at.workgroup.y >= routes[0] {
         return;
@@ -43,17 +43,16 @@ fn main(at: Invocation) {
         return;
     }
     let first_output = at.workgroup.x * select(16u, 32u, DOWN) * COLUMNS;
-    let threads = 32u * ROWS * COLUMNS;
     var loads: Loads;
-    for (var i = 0u; i < 16u / COLUMNS; i++) {
-        let row = at.thread / 8u + threads / 8u * i;
+    for (var i = 0u; i < X_LOADS; i++) {
+        let row = x_row_of(at, i);
         loads.inside[i] = row < n_rows;
         if row < n_rows {
             loads.x[i] = row_of_route(route_at(first_place + row)) * p.in_features;
         }
     }
-    for (var i = 0u; i < 4u / ROWS; i++) {
-        loads.rows[i] = tile_row(place, first_output, at.thread / 4u + threads / 4u * i);
+    for (var i = 0u; i < WEIGHT_LOADS; i++) {
+        loads.weights[i] = tile_row(place, first_output, weight_row_of(at, i));
     }
     var sums: Sums;
     let scale = tile_sums(at, &loads, &sums);

@@ -16,19 +16,18 @@ fn tile_row(first_output: u32, j: u32) -> Row {
     return up_row(output);
 }
 
-@compute @workgroup_size(32u * ROWS * COLUMNS)
+@compute @workgroup_size(THREADS)
 fn main(at: Invocation) {
     let first_row = at.workgroup.y * 64u * ROWS;
     let first_output = at.workgroup.x * select(32u, 16u, GLU == TOGETHER) * COLUMNS;
-    let threads = 32u * ROWS * COLUMNS;
     var loads: Loads;
-    for (var i = 0u; i < 16u / COLUMNS; i++) {
-        let row = first_row + at.thread / 8u + threads / 8u * i;
+    for (var i = 0u; i < X_LOADS; i++) {
+        let row = first_row + x_row_of(at, i);
         loads.x[i] = row * p.in_features;
         loads.inside[i] = row < p.n_rows;
     }
-    for (var i = 0u; i < 4u / ROWS; i++) {
-        loads.rows[i] = tile_row(first_output, at.thread / 4u + threads / 4u * i);
+    for (var i = 0u; i < WEIGHT_LOADS; i++) {
+        loads.weights[i] = tile_row(first_output, weight_row_of(at, i));
     }
     var sums: Sums;
     let scale = tile_sums(at, &loads, &sums);
