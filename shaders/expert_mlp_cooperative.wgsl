@@ -6,6 +6,8 @@
 // up. Experts outside of the window of chunks are left to other dispatches. Bound by the cooperative matrices.
 
 override DOWN: bool = false;
+// Of a workgroup: 32 COLUMNS, or half as many of gate and up.
+override OUTPUTS: u32 = 64u;
 
 @group(0) @binding(2) var<storage, read> routes: array<u32>;
 
@@ -42,7 +44,7 @@ fn main(at: Invocation) {
     if !place.inside {
         return;
     }
-    let first_output = at.workgroup.x * select(16u, 32u, DOWN) * COLUMNS;
+    let first_output = at.workgroup.x * OUTPUTS;
     var loads: Loads;
     for (var i = 0u; i < X_LOADS; i++) {
         let row = x_row_of(at, i);

@@ -186,7 +186,7 @@ kernels! {
     }
     EXPERT_MLP_COOPERATIVE = "expert_mlp_cooperative" [Cooperative, Chunks, Format, Experts, Rows, CooperativeTile]
         writes 1 reads 4 params 22 {
-        FORMAT: HALVED_FORMAT, DOWN: FLAG, ROWS: &[1, 2], COLUMNS: &[2, 4],
+        FORMAT: HALVED_FORMAT, DOWN: FLAG, OUTPUTS: &[64, 128], ROWS: &[1, 2], COLUMNS: &[2, 4],
     }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
     COMBINE = "combine" [] writes 1 reads 4 params 8 { SHARED: FLAG }
