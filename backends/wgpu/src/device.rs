@@ -42,6 +42,9 @@ const COOPERATIVE_PREFILL_ROWS: usize = 4096;
 /// The same where a CPU plays the GPU.
 const SOFTWARE_PREFILL_ROWS: usize = 128;
 
+/// Measurements of the rate of products.
+const PRODUCT_RUNS: usize = 4;
+
 /// What it takes to bind an array of buffers.
 const ARRAYS: Features = Features::BUFFER_BINDING_ARRAY
     .union(Features::STORAGE_RESOURCE_BINDING_ARRAY)
@@ -453,6 +456,16 @@ impl Backend for Wgpu {
     fn time_read(&self, view: &View) -> Result<f64> {
         let read = self.dispatches(&mut self.lock(), |recorder| timing::record_read(view, recorder));
         Ok(timing::time(&mut self.lock().lanes, self.gpu(), &[read])?[0])
+    }
+
+    fn product_rate(&self) -> Result<Option<f64>> {
+        let mut flops = 0.0;
+        let multiply =
+            |_| self.dispatches(&mut self.lock(), |recorder| flops = timing::record_multiply(recorder));
+        let runs: Vec<_> = (0..PRODUCT_RUNS).map(multiply).collect();
+        // The first is a warm-up.
+        let times = timing::time(&mut self.lock().lanes, self.gpu(), &runs)?;
+        Ok(times[1..].iter().copied().reduce(f64::min).map(|seconds| flops / seconds))
     }
 
     fn record(&self, stages: &[Stage], outputs: &[View]) -> Result<Box<dyn Program>> {

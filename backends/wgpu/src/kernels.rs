@@ -135,6 +135,7 @@ macro_rules! kernels {
 
 kernels! {
     READ = "read" [] writes 1 reads 1 params 2 { VECS: &[16] }
+    MULTIPLY = "multiply" [] writes 1 reads 0 params 2 {}
     EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
     MATMUL_GEMV = "matmul_gemv" [Format, Team, Matmul, Rows, Products] writes 1 reads 7 params 15 {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,

@@ -12,7 +12,7 @@ use wgpu::{
 use crate::{
     device::Gpu,
     dispatch::{Call, Dispatch, Recorder},
-    kernels::READ,
+    kernels::{MULTIPLY, READ},
     memory::{Slot, buffer},
     queue::Lanes,
 };
@@ -24,6 +24,12 @@ pub(crate) const STAMPS: Features =
 const STAMP_BYTES: u64 = 8;
 /// Bytes that a workgroup of the read kernel reads.
 const READ_BYTES: usize = 64 << 10;
+/// Steps of a thread that multiplies, workgroups of 256 such threads, and those that a CPU plays.
+const STEPS: u32 = 2048;
+const MULTIPLYING: u32 = 8192;
+const SOFTWARE_MULTIPLYING: u32 = 32;
+/// Operations of a thread in a step, as multiply.wgsl does it.
+const STEP_FLOPS: u32 = 8 * 4 * 2;
 
 /// Runs each list of dispatches by itself, in order; seconds of each.
 pub(crate) fn time(lanes: &mut Lanes, gpu: &Gpu, timed: &[Vec<Dispatch>]) -> Result<Vec<f64>> {
@@ -133,4 +139,19 @@ pub(crate) fn record_read(view: &View, recorder: &mut Recorder<'_>) {
             workgroups: recorder.grid(bytes.div_ceil(READ_BYTES)),
         });
     }
+}
+
+/// Multiplies out of registers; how many floating-point operations that is.
+pub(crate) fn record_multiply(recorder: &mut Recorder<'_>) -> f64 {
+    let workgroups = if recorder.gpu.software { SOFTWARE_MULTIPLYING } else { MULTIPLYING };
+    let seen = Slot::whole(&recorder.scratch.get(recorder.gpu, "multiply.seen", 4));
+    recorder.call(Call {
+        kernel: &MULTIPLY,
+        constants: Vec::new(),
+        params: &[STEPS, 0.5_f32.to_bits()],
+        slots: vec![seen],
+        chunks: &[],
+        workgroups: [workgroups, 1, 1],
+    });
+    f64::from(workgroups) * 256.0 * f64::from(STEPS) * f64::from(STEP_FLOPS)
 }
