@@ -28,12 +28,14 @@ override X_VECS: u32 = 64u * ROWS * STRIDE;
 override WEIGHT_VECS: u32 = 32u * COLUMNS * STRIDE;
 override RESULTS: u32 = 512u * SUBGROUPS;
 
+// Vulkan wants matrices loaded from, and stored to, multiples of 16 bytes, and NVIDIA drops the rest of an address; drivers put these
+// variables one behind the other, so that the size of each is such a multiple too.
 var<workgroup> x_tile: array<vec4<f16>, X_VECS>;
 var<workgroup> weight_tile: array<vec4<f16>, WEIGHT_VECS>;
 // Of each subgroup, 16 rows of 32 sums.
 var<workgroup> results: array<f32, RESULTS>;
-var<workgroup> largest: array<f32, SUBGROUPS>;
-var<workgroup> largest_of_all: f32;
+var<workgroup> largest: array<vec4<f32>, SUBGROUPS>;
+var<workgroup> largest_of_all: vec4<f32>;
 
 struct Invocation {
     @builtin(workgroup_id) workgroup: vec3<u32>,
@@ -128,7 +130,7 @@ fn multiply(at: Invocation, loads: ptr<function, Loads>, sums: ptr<function, Sum
 fn largest_weight(at: Invocation, own: f32) -> f32 {
     let most = subgroupMax(own);
     if at.lane == 0u {
-        largest[at.subgroup] = most;
+        largest[at.subgroup] = vec4(most);
     }
     workgroupBarrier();
     if at.thread == 0u {
@@ -138,7 +140,7 @@ fn largest_weight(at: Invocation, own: f32) -> f32 {
         }
         largest_of_all = all;
     }
-    return workgroupUniformLoad(&largest_of_all);
+    return workgroupUniformLoad(&largest_of_all).x;
 }
 
 // The sums of the tile, over what is returned. All threads of the workgroup call it together.
