@@ -1,9 +1,10 @@
-// Rows of halves, as half_rows leaves them, times rows of a weight, on cooperative matrices of 16 x 16 with sums in f32. Linked behind
-// what knows rows of weights, in front of an op that gives `x_start` and `tile_row`.
+// A tile of a product on cooperative matrices of 16 x 16, with sums in f32: rows of halves, as half_rows leaves them, times rows of a
+// weight. Linked behind what knows rows of weights, in front of an op that gives `is_paired`, `held` and `finished`.
 //
-// A workgroup has DOWN_SUBGROUPS x ACROSS_SUBGROUPS subgroups of 32 lanes; each computes 64 rows of x times 32 rows of the weight. The columns are
-// walked through DEPTH at a time, through workgroup memory; the next ones are loaded while these are multiplied. Rows in workgroup memory
-// have 16 bytes of padding, so that neighbours use other banks.
+// A workgroup has ROWS x COLUMNS subgroups of 32 lanes; each computes 64 rows of x times 32 rows of the weight. The columns are walked
+// through DEPTH at a time, through workgroup memory; the next ones are loaded while these are multiplied. Rows in workgroup memory have
+// 16 bytes of padding, so that neighbours use other banks. Sums have names instead of indices: NVIDIA's compiler keeps them in registers
+// then, which is three times as fast.
 //
 // A weight becomes a half too, times a power of two that is the same for the whole tile. 1 does for the tiles of any real model: of bf16
 // nothing is lost from 2^-17 on, and 2^-25 at most below. Where the tile holds something larger than a half can, or nothing larger than
@@ -16,6 +17,7 @@ const DEPTH: u32 = 32u;
 // vec4s from a row to the next.
 const STRIDE: u32 = DEPTH / 4u + 2u;
 
+// In place of x.
 @group(0) @binding(1) var<storage, read> halves: array<vec4<f16>>;
 
 // Sizes have names, since naga drops nameless ones before overrides that stand behind them.
@@ -24,7 +26,8 @@ override THREADS: u32 = 32u * SUBGROUPS;
 // Of a thread: vec4s of halves, and eights of weights.
 override X_LOADS: u32 = DEPTH / 2u / COLUMNS;
 override WEIGHT_LOADS: u32 = DEPTH / 8u / ROWS;
-override X_VECS: u32 = 64u * ROWS * STRIDE;
+override X_ROWS: u32 = 64u * ROWS;
+override X_VECS: u32 = X_ROWS * STRIDE;
 override WEIGHT_VECS: u32 = 32u * COLUMNS * STRIDE;
 override RESULTS: u32 = 512u * SUBGROUPS;
 
@@ -34,8 +37,13 @@ var<workgroup> x_tile: array<vec4<f16>, X_VECS>;
 var<workgroup> weight_tile: array<vec4<f16>, WEIGHT_VECS>;
 // Of each subgroup, 16 rows of 32 sums.
 var<workgroup> results: array<f32, RESULTS>;
+// Of a row of the tile, which the op fills: what its sums are multiplied with, and the element of `out` that they start at, or OUTSIDE.
+var<workgroup> row_factors: array<f32, X_ROWS>;
+var<workgroup> row_places: array<u32, X_ROWS>;
 var<workgroup> largest: array<vec4<f32>, SUBGROUPS>;
 var<workgroup> largest_of_all: vec4<f32>;
+
+const OUTSIDE: u32 = 0xffffffffu;
 
 struct Invocation {
     @builtin(workgroup_id) workgroup: vec3<u32>,
@@ -44,22 +52,18 @@ struct Invocation {
     @builtin(subgroup_invocation_id) lane: u32,
 }
 
-// Two by four matrices... of sums.
-struct Sums {
-    tile: array<coop_mat16x16<f32, C>, 8>,
-}
-
-// The rows that a thread loads from, of the tiles. Neighbours load neighbouring columns.
+// The rows that a thread loads from, of both tiles. Neighbours load neighbouring columns.
 struct Loads {
     // Element at which a row of halves starts.
-    x: array<u32, 16>,
-    inside: array<bool, 16>,
-    weights: array<Row, 8>,
+    x: array<u32, 8>,
+    inside: array<bool, 8>,
+    weights: array<Row, 4>,
 }
 
+// What it loads.
 struct Columns {
-    x: array<vec4<f16>, 16>,
-    weights: array<Two, 8>,
+    x: array<vec4<f16>, 8>,
+    weights: array<Two, 4>,
 }
 
 const X_THREADS: u32 = DEPTH / 4u;
@@ -93,10 +97,35 @@ fn load_columns(at: Invocation, loads: ptr<function, Loads>, next: ptr<function,
     }
 }
 
-// The sums of the tile over `factor`; the largest weight that this thread met.
-fn multiply(at: Invocation, loads: ptr<function, Loads>, sums: ptr<function, Sums>, factor: f32) -> f32 {
+// 16 rows of x times the 32 rows of the weight.
+struct Pair {
+    left: coop_mat16x16<f32, C>,
+    right: coop_mat16x16<f32, C>,
+}
+
+struct Sums {
+    a: Pair,
+    b: Pair,
+    c: Pair,
+    d: Pair,
+}
+
+// Adds what 16 columns make, of the 16 rows that start at a vec4 of the tile.
+fn add(sums: Pair, x_at: u32, left: coop_mat16x16<f16, B>, right: coop_mat16x16<f16, B>) -> Pair {
+    let x = coopLoadT<coop_mat16x16<f16, A>>(&x_tile[x_at], STRIDE);
+    return Pair(coopMultiplyAdd(x, left, sums.left), coopMultiplyAdd(x, right, sums.right));
+}
+
+struct Product {
+    sums: Sums,
+    // The largest weight that the thread met.
+    most: f32,
+}
+
+fn multiply(at: Invocation, loads: ptr<function, Loads>, factor: f32) -> Product {
     let x_first = at.subgroup / COLUMNS * 64u * STRIDE;
     let weight_first = at.subgroup % COLUMNS * 32u * STRIDE;
+    var sums: Sums;
     var most = vec4(0.0);
     var next: Columns;
     load_columns(at, loads, &next, 0u);
@@ -114,17 +143,16 @@ fn multiply(at: Invocation, loads: ptr<function, Loads>, sums: ptr<function, Sum
         workgroupBarrier();
         load_columns(at, loads, &next, c + DEPTH);
         for (var k = 0u; k < DEPTH / 4u; k += 4u) {
-            let w_0 = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + k], STRIDE);
-            let w_1 = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + 16u * STRIDE + k], STRIDE);
-            for (var i = 0u; i < 4u; i++) {
-                let x = coopLoadT<coop_mat16x16<f16, A>>(&x_tile[x_first + 16u * i * STRIDE + k], STRIDE);
-                (*sums).tile[2u * i] = coopMultiplyAdd(x, w_0, (*sums).tile[2u * i]);
-                (*sums).tile[2u * i + 1u] = coopMultiplyAdd(x, w_1, (*sums).tile[2u * i + 1u]);
-            }
+            let left = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + k], STRIDE);
+            let right = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + 16u * STRIDE + k], STRIDE);
+            sums.a = add(sums.a, x_first + k, left, right);
+            sums.b = add(sums.b, x_first + 16u * STRIDE + k, left, right);
+            sums.c = add(sums.c, x_first + 32u * STRIDE + k, left, right);
+            sums.d = add(sums.d, x_first + 48u * STRIDE + k, left, right);
         }
         workgroupBarrier();
     }
-    return max(max(most.x, most.y), max(most.z, most.w));
+    return Product(sums, max(max(most.x, most.y), max(most.z, most.w)));
 }
 
 fn largest_weight(at: Invocation, own: f32) -> f32 {
@@ -135,7 +163,7 @@ fn largest_weight(at: Invocation, own: f32) -> f32 {
     workgroupBarrier();
     if at.thread == 0u {
         var all = largest[0];
-        for (var i = 1u; i < ROWS * COLUMNS; i++) {
+        for (var i = 1u; i < SUBGROUPS; i++) {
             all = max(all, largest[i]);
         }
         largest_of_all = all;
@@ -143,15 +171,55 @@ fn largest_weight(at: Invocation, own: f32) -> f32 {
     return workgroupUniformLoad(&largest_of_all).x;
 }
 
-// The sums of the tile, over what is returned. All threads of the workgroup call it together.
-fn tile_sums(at: Invocation, loads: ptr<function, Loads>, sums: ptr<function, Sums>) -> f32 {
-    let most = largest_weight(at, multiply(at, loads, sums, 1.0));
-    if most == 0.0 || (most >= 0x1p-10 && most <= 65504.0) {
-        return 1.0;
+// Writes what 16 rows of the tile, from `first` on, become. Loads come before stores, which would hold them up.
+fn write(at: Invocation, sums: Pair, scale: f32, first: u32, first_output: u32, n_outputs: u32) {
+    let from_result = 512u * at.subgroup;
+    coopStoreT(sums.left, &results[from_result], 32u);
+    coopStoreT(sums.right, &results[from_result + 16u], 32u);
+    workgroupBarrier();
+    let width = select(32u, 16u, is_paired());
+    let column = at.lane % width;
+    let output = first_output + at.subgroup % COLUMNS * width + column;
+    var place: array<u32, 16>;
+    var before: array<f32, 16>;
+    for (var i = 0u; i < width / 2u; i++) {
+        place[i] = row_places[first + at.lane / width + 32u / width * i];
+        if output >= n_outputs {
+            place[i] = OUTSIDE;
+        }
+        if place[i] != OUTSIDE {
+            before[i] = held(place[i] + output);
+        }
     }
-    // Far from where a factor or its inverse is no normal number.
-    let exponent = clamp(i32(bitcast<u32>(most) >> 23u) - 127 - 14, -100, 100);
-    *sums = Sums();
-    _ = multiply(at, loads, sums, bitcast<f32>(u32(127 - exponent) << 23u));
-    return bitcast<f32>(u32(127 + exponent) << 23u);
+    for (var i = 0u; i < width / 2u; i++) {
+        let row = at.lane / width + 32u / width * i;
+        let factor = scale * row_factors[first + row];
+        let result = from_result + 32u * row + column;
+        var up = 0.0;
+        if is_paired() {
+            up = results[result + 16u] * factor;
+        }
+        if place[i] != OUTSIDE {
+            out[place[i] + output] = finished(output, results[result] * factor, up, before[i]);
+        }
+    }
+    workgroupBarrier();
+}
+
+// Computes the tile, of outputs from `first_output` on. All threads of the workgroup call it together.
+fn compute(at: Invocation, loads: ptr<function, Loads>, first_output: u32, n_outputs: u32) {
+    var product = multiply(at, loads, 1.0);
+    var scale = 1.0;
+    let most = largest_weight(at, product.most);
+    if most != 0.0 && (most < 0x1p-10 || most > 65504.0) {
+        // Far from where a factor or its inverse is no normal number.
+        let exponent = clamp(i32(bitcast<u32>(most) >> 23u) - 127 - 14, -100, 100);
+        product = multiply(at, loads, bitcast<f32>(u32(127 - exponent) << 23u));
+        scale = bitcast<f32>(u32(127 + exponent) << 23u);
+    }
+    let first = at.subgroup / COLUMNS * 64u;
+    write(at, product.sums.a, scale, first, first_output, n_outputs);
+    write(at, product.sums.b, scale, first + 16u, first_output, n_outputs);
+    write(at, product.sums.c, scale, first + 32u, first_output, n_outputs);
+    write(at, product.sums.d, scale, first + 48u, first_output, n_outputs);
 }

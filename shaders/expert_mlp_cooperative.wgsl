@@ -11,9 +11,12 @@ override OUTPUTS: u32 = 64u;
 
 @group(0) @binding(2) var<storage, read> routes: array<u32>;
 
-// Row `j` of the tile of weights. Of gate and up, the 32 rows of a subgroup are 16 of gate, then the same of up.
+// Whether the 32 rows of weights of a subgroup are 16 of gate, then the same of up.
+fn is_paired() -> bool { return !DOWN; }
+
+// Row `j` of the tile of weights.
 fn tile_row(place: Place, first_output: u32, j: u32) -> Row {
-    if DOWN {
+    if !is_paired() {
         return weight_row(place, first_output + j);
     }
     let output = first_output + j / 32u * 16u + j % 16u;
@@ -32,6 +35,16 @@ fn row_of_route(route: u32) -> u32 {
     return select(route / p.top_k, route, DOWN);
 }
 
+// Nothing that `out` holds is needed.
+fn held(place: u32) -> f32 { return 0.0; }
+
+fn finished(output: u32, sum: f32, up_sum: f32, held: f32) -> f32 {
+    if DOWN {
+        return sum;
+    }
+    return sum / (1.0 + exp(-sum)) * up_sum;
+}
+
 @compute @workgroup_size(THREADS)
 fn main(at: Invocation) {
     if at.workgroup.y >= routes[0] {
@@ -45,6 +58,14 @@ fn main(at: Invocation) {
         return;
     }
     let first_output = at.workgroup.x * OUTPUTS;
+    for (var i = at.thread; i < X_ROWS; i += THREADS) {
+        row_places[i] = OUTSIDE;
+        if i < n_rows {
+            let route = route_at(first_place + i);
+            row_places[i] = p.out_at + route * p.out_features;
+            row_factors[i] = weights[p.weights_at + row_of_route(route)];
+        }
+    }
     var loads: Loads;
     for (var i = 0u; i < X_LOADS; i++) {
         let row = x_row_of(at, i);
@@ -56,29 +77,5 @@ fn main(at: Invocation) {
     for (var i = 0u; i < WEIGHT_LOADS; i++) {
         loads.weights[i] = tile_row(place, first_output, weight_row_of(at, i));
     }
-    var sums: Sums;
-    let scale = tile_sums(at, &loads, &sums);
-    for (var i = 0u; i < 4u; i++) {
-        let to = 512u * at.subgroup;
-        coopStoreT(sums.tile[2u * i], &results[to], 32u);
-        coopStoreT(sums.tile[2u * i + 1u], &results[to + 16u], 32u);
-        workgroupBarrier();
-        let row = at.subgroup / COLUMNS * 64u + 16u * i;
-        let width = select(16u, 32u, DOWN);
-        let column = at.lane % width;
-        let output = first_output + at.subgroup % COLUMNS * width + column;
-        for (var r = at.lane / width; r < 16u; r += 32u / width) {
-            if row + r >= n_rows || output >= p.out_features {
-                continue;
-            }
-            let route = route_at(first_place + row + r);
-            let factor = scale * weights[p.weights_at + row_of_route(route)];
-            var y = results[to + 32u * r + column] * factor;
-            if !DOWN {
-                y = y / (1.0 + exp(-y)) * results[to + 32u * r + 16u + column] * factor;
-            }
-            out[p.out_at + route * p.out_features + output] = y;
-        }
-        workgroupBarrier();
-    }
+    compute(at, &loads, first_output, p.out_features);
 }
