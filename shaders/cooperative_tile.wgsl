@@ -1,18 +1,19 @@
 // A tile of a product on cooperative matrices of 16 x 16, with sums in f32: rows of halves, as half_rows leaves them, times rows of a
 // weight. Linked behind what knows rows of weights, in front of an op that gives `is_paired`, `held` and `finished`.
 //
-// A workgroup has ROWS x COLUMNS subgroups of 32 lanes; each computes 64 rows of x times 32 rows of the weight. The columns are walked
+// A workgroup of four subgroups of 32 lanes computes 64 rows of x times 128 rows of the weight, 32 a subgroup. The columns are walked
 // through DEPTH at a time, through workgroup memory; the next ones are loaded while these are multiplied. Rows in workgroup memory have
 // 16 bytes of padding, so that neighbours use other banks. Sums have names instead of indices: NVIDIA's compiler keeps them in registers
-// then, which is three times as fast.
+// then, which is three times as fast. Loads have no conditions: what lies behind the last row or column repeats it, and counts for nothing.
 //
 // A weight becomes a half too, times a power of two that is the same for the whole tile. 1 does for the tiles of any real model: of bf16
 // nothing is lost from 2^-17 on, and 2^-25 at most below. Where the tile holds something larger than a half can, or nothing larger than
 // 2^-10, it is computed again with the power that makes its largest weight lie between 2^14 and 2^15.
 
-override ROWS: u32 = 2u;
-override COLUMNS: u32 = 4u;
-
+const X_ROWS: u32 = 64u;
+const WEIGHT_ROWS: u32 = 128u;
+const SUBGROUPS: u32 = 4u;
+const THREADS: u32 = 128u;
 const DEPTH: u32 = 32u;
 // vec4s from a row to the next.
 const STRIDE: u32 = DEPTH / 4u + 2u;
@@ -20,23 +21,18 @@ const STRIDE: u32 = DEPTH / 4u + 2u;
 // In place of x.
 @group(0) @binding(1) var<storage, read> halves: array<vec4<f16>>;
 
-// Sizes have names, since naga drops nameless ones before overrides that stand behind them.
-override SUBGROUPS: u32 = ROWS * COLUMNS;
-override THREADS: u32 = 32u * SUBGROUPS;
-// Of a thread: vec4s of halves, and eights of weights.
-override X_LOADS: u32 = DEPTH / 2u / COLUMNS;
-override WEIGHT_LOADS: u32 = DEPTH / 8u / ROWS;
-override X_ROWS: u32 = 64u * ROWS;
-override X_VECS: u32 = X_ROWS * STRIDE;
-override WEIGHT_VECS: u32 = 32u * COLUMNS * STRIDE;
-override RESULTS: u32 = 512u * SUBGROUPS;
+// Threads that share a row when they load it, four columns of halves or eight weights each; loads of a thread.
+const X_THREADS: u32 = DEPTH / 4u;
+const X_LOADS: u32 = X_ROWS * X_THREADS / THREADS;
+const WEIGHT_THREADS: u32 = DEPTH / 8u;
+const WEIGHT_LOADS: u32 = WEIGHT_ROWS * WEIGHT_THREADS / THREADS;
 
 // Vulkan wants matrices loaded from, and stored to, multiples of 16 bytes, and NVIDIA drops the rest of an address; drivers put these
 // variables one behind the other, so that the size of each is such a multiple too.
-var<workgroup> x_tile: array<vec4<f16>, X_VECS>;
-var<workgroup> weight_tile: array<vec4<f16>, WEIGHT_VECS>;
+var<workgroup> x_tile: array<vec4<f16>, X_ROWS * STRIDE>;
+var<workgroup> weight_tile: array<vec4<f16>, WEIGHT_ROWS * STRIDE>;
 // Of each subgroup, 16 rows of 32 sums.
-var<workgroup> results: array<f32, RESULTS>;
+var<workgroup> results: array<f32, 512u * SUBGROUPS>;
 // Of a row of the tile, which the op fills: what its sums are multiplied with, and the element of `out` that they start at, or OUTSIDE.
 var<workgroup> row_factors: array<f32, X_ROWS>;
 var<workgroup> row_places: array<u32, X_ROWS>;
@@ -52,22 +48,17 @@ struct Invocation {
     @builtin(subgroup_invocation_id) lane: u32,
 }
 
-// The rows that a thread loads from, of both tiles. Neighbours load neighbouring columns.
+// The rows that a thread loads from: elements at which rows of halves start, and rows of the weight.
 struct Loads {
-    // Element at which a row of halves starts.
-    x: array<u32, 8>,
-    inside: array<bool, 8>,
-    weights: array<Row, 4>,
+    x: array<u32, X_LOADS>,
+    weights: array<Row, WEIGHT_LOADS>,
 }
 
 // What it loads.
 struct Columns {
-    x: array<vec4<f16>, 8>,
-    weights: array<Two, 4>,
+    x: array<vec4<f16>, X_LOADS>,
+    weights: array<Two, WEIGHT_LOADS>,
 }
-
-const X_THREADS: u32 = DEPTH / 4u;
-const WEIGHT_THREADS: u32 = DEPTH / 8u;
 
 // Row of the tile of x that a thread's load belongs to.
 fn x_row_of(at: Invocation, load: u32) -> u32 {
@@ -81,19 +72,13 @@ fn weight_row_of(at: Invocation, load: u32) -> u32 {
 
 // What columns c .. c + DEPTH hold for a thread.
 fn load_columns(at: Invocation, loads: ptr<function, Loads>, next: ptr<function, Columns>, c: u32) {
-    let x_column = c + 4u * (at.thread % X_THREADS);
+    let x_column = min(c + 4u * (at.thread % X_THREADS), p.in_features - 4u);
     for (var i = 0u; i < X_LOADS; i++) {
-        (*next).x[i] = vec4(0.0h);
-        if (*loads).inside[i] && x_column < p.in_features {
-            (*next).x[i] = halves[((*loads).x[i] + x_column) / 4u];
-        }
+        (*next).x[i] = halves[((*loads).x[i] + x_column) / 4u];
     }
-    let column = c + 8u * (at.thread % WEIGHT_THREADS);
+    let column = min(c + 8u * (at.thread % WEIGHT_THREADS), p.in_features - 8u);
     for (var i = 0u; i < WEIGHT_LOADS; i++) {
-        (*next).weights[i] = Two(vec4(0u), vec4(0u));
-        if column < p.in_features {
-            (*next).weights[i] = stored_eight((*loads).weights[i], column);
-        }
+        (*next).weights[i] = stored_eight((*loads).weights[i], column);
     }
 }
 
@@ -123,8 +108,7 @@ struct Product {
 }
 
 fn multiply(at: Invocation, loads: ptr<function, Loads>, factor: f32) -> Product {
-    let x_first = at.subgroup / COLUMNS * 64u * STRIDE;
-    let weight_first = at.subgroup % COLUMNS * 32u * STRIDE;
+    let first = 32u * at.subgroup * STRIDE;
     var sums: Sums;
     var most = vec4(0.0);
     var next: Columns;
@@ -133,22 +117,23 @@ fn multiply(at: Invocation, loads: ptr<function, Loads>, factor: f32) -> Product
         for (var i = 0u; i < X_LOADS; i++) {
             x_tile[x_row_of(at, i) * STRIDE + at.thread % X_THREADS] = next.x[i];
         }
+        let own_factor = select(0.0, factor, c + 8u * (at.thread % WEIGHT_THREADS) < p.in_features);
         for (var i = 0u; i < WEIGHT_LOADS; i++) {
             let to = weight_row_of(at, i) * STRIDE + 2u * (at.thread % WEIGHT_THREADS);
             let columns = decode_eight(next.weights[i]);
             most = max(most, max(abs(columns.low), abs(columns.high)));
-            weight_tile[to] = vec4<f16>(columns.low * factor);
-            weight_tile[to + 1u] = vec4<f16>(columns.high * factor);
+            weight_tile[to] = vec4<f16>(columns.low * own_factor);
+            weight_tile[to + 1u] = vec4<f16>(columns.high * own_factor);
         }
         workgroupBarrier();
         load_columns(at, loads, &next, c + DEPTH);
         for (var k = 0u; k < DEPTH / 4u; k += 4u) {
-            let left = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + k], STRIDE);
-            let right = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[weight_first + 16u * STRIDE + k], STRIDE);
-            sums.a = add(sums.a, x_first + k, left, right);
-            sums.b = add(sums.b, x_first + 16u * STRIDE + k, left, right);
-            sums.c = add(sums.c, x_first + 32u * STRIDE + k, left, right);
-            sums.d = add(sums.d, x_first + 48u * STRIDE + k, left, right);
+            let left = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[first + k], STRIDE);
+            let right = coopLoad<coop_mat16x16<f16, B>>(&weight_tile[first + 16u * STRIDE + k], STRIDE);
+            sums.a = add(sums.a, k, left, right);
+            sums.b = add(sums.b, 16u * STRIDE + k, left, right);
+            sums.c = add(sums.c, 32u * STRIDE + k, left, right);
+            sums.d = add(sums.d, 48u * STRIDE + k, left, right);
         }
         workgroupBarrier();
     }
@@ -179,7 +164,7 @@ fn write(at: Invocation, sums: Pair, scale: f32, first: u32, first_output: u32, 
     workgroupBarrier();
     let width = select(32u, 16u, is_paired());
     let column = at.lane % width;
-    let output = first_output + at.subgroup % COLUMNS * width + column;
+    let output = first_output + at.subgroup * width + column;
     var place: array<u32, 16>;
     var before: array<f32, 16>;
     for (var i = 0u; i < width / 2u; i++) {
@@ -217,9 +202,8 @@ fn compute(at: Invocation, loads: ptr<function, Loads>, first_output: u32, n_out
         product = multiply(at, loads, bitcast<f32>(u32(127 - exponent) << 23u));
         scale = bitcast<f32>(u32(127 + exponent) << 23u);
     }
-    let first = at.subgroup / COLUMNS * 64u;
-    write(at, product.sums.a, scale, first, first_output, n_outputs);
-    write(at, product.sums.b, scale, first + 16u, first_output, n_outputs);
-    write(at, product.sums.c, scale, first + 32u, first_output, n_outputs);
-    write(at, product.sums.d, scale, first + 48u, first_output, n_outputs);
+    write(at, product.sums.a, scale, 0u, first_output, n_outputs);
+    write(at, product.sums.b, scale, 16u, first_output, n_outputs);
+    write(at, product.sums.c, scale, 32u, first_output, n_outputs);
+    write(at, product.sums.d, scale, 48u, first_output, n_outputs);
 }

@@ -2,11 +2,11 @@
 // parts[route] = weight[route] * down . inner[route].
 //
 // Rows come as half_rows leaves them, with what a row is multiplied with in place of `weights`; routes sorted by expert in tiles of at
-// most 64 ROWS, as expert_mlp_group leaves them. A workgroup computes a tile of routes times 32 COLUMNS outputs, half as many of gate and
-// up. Experts outside of the window of chunks are left to other dispatches. Bound by the cooperative matrices.
+// most 64, as expert_mlp_group leaves them. A workgroup computes a tile of routes times OUTPUTS outputs, of gate and up or of down.
+// Experts outside of the window of chunks are left to other dispatches.
 
 override DOWN: bool = false;
-// Of a workgroup: 32 COLUMNS, or half as many of gate and up.
+// Of a workgroup: as many as a tile has rows of weights, or half as many of gate and up.
 override OUTPUTS: u32 = 64u;
 
 @group(0) @binding(2) var<storage, read> routes: array<u32>;
@@ -68,11 +68,8 @@ fn main(at: Invocation) {
     }
     var loads: Loads;
     for (var i = 0u; i < X_LOADS; i++) {
-        let row = x_row_of(at, i);
-        loads.inside[i] = row < n_rows;
-        if row < n_rows {
-            loads.x[i] = row_of_route(route_at(first_place + row)) * p.in_features;
-        }
+        let row = min(x_row_of(at, i), n_rows - 1u);
+        loads.x[i] = row_of_route(route_at(first_place + row)) * p.in_features;
     }
     for (var i = 0u; i < WEIGHT_LOADS; i++) {
         loads.weights[i] = tile_row(place, first_output, weight_row_of(at, i));

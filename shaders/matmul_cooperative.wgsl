@@ -1,6 +1,6 @@
 // matmul for many rows, on cooperative matrices: x comes as half_rows leaves it, and what a row is multiplied with in place of `rows`.
 //
-// A workgroup computes 64 ROWS rows times 32 COLUMNS outputs, half as many with GLU. Bound by the cooperative matrices.
+// A workgroup computes 64 rows times 128 outputs, half as many of a GLU whose halves are together.
 
 @group(0) @binding(2) var<storage, read> row_scales: array<f32>;
 
@@ -22,7 +22,7 @@ fn tile_row(first_output: u32, j: u32) -> Row {
 @compute @workgroup_size(THREADS)
 fn main(at: Invocation) {
     let first_row = at.workgroup.y * X_ROWS;
-    let first_output = at.workgroup.x * select(32u, 16u, is_paired()) * COLUMNS;
+    let first_output = at.workgroup.x * select(WEIGHT_ROWS, WEIGHT_ROWS / 2u, is_paired());
     for (var i = at.thread; i < X_ROWS; i += THREADS) {
         let row = first_row + i;
         row_places[i] = select(OUTSIDE, out_start(row), row < p.n_rows);
@@ -30,9 +30,7 @@ fn main(at: Invocation) {
     }
     var loads: Loads;
     for (var i = 0u; i < X_LOADS; i++) {
-        let row = first_row + x_row_of(at, i);
-        loads.x[i] = row * p.in_features;
-        loads.inside[i] = row < p.n_rows;
+        loads.x[i] = min(first_row + x_row_of(at, i), p.n_rows - 1u) * p.in_features;
     }
     for (var i = 0u; i < WEIGHT_LOADS; i++) {
         loads.weights[i] = tile_row(first_output, weight_row_of(at, i));

@@ -151,8 +151,7 @@ kernels! {
     }
     MATMUL_COOPERATIVE = "matmul_cooperative" [Cooperative, Format, Matmul, Rows, CooperativeTile]
         writes 1 reads 7 params 15 {
-        FORMAT: HALVED_FORMAT, NORM: &[3], BIAS: OPTIONAL, GLU: GLU, GATHER: &[0], ACCUMULATE: FLAG, ROWS: &[1, 2],
-        COLUMNS: &[2, 4],
+        FORMAT: HALVED_FORMAT, NORM: &[3], BIAS: OPTIONAL, GLU: GLU, GATHER: &[0], ACCUMULATE: FLAG,
     }
     HALF_ROWS = "half_rows" [Format, Team] writes 2 reads 4 params 7 {
         WORKGROUP: &[128], NORM: OPTIONAL, GATHER: FLAG, WEIGHTED: FLAG,
@@ -187,7 +186,7 @@ kernels! {
     }
     EXPERT_MLP_COOPERATIVE = "expert_mlp_cooperative" [Cooperative, Chunks, Format, Experts, Rows, CooperativeTile]
         writes 1 reads 4 params 22 {
-        FORMAT: HALVED_FORMAT, DOWN: FLAG, OUTPUTS: &[64, 128], ROWS: &[1, 2], COLUMNS: &[2, 4],
+        FORMAT: HALVED_FORMAT, DOWN: FLAG, OUTPUTS: &[64, 128],
     }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
     COMBINE = "combine" [] writes 1 reads 4 params 8 { SHARED: FLAG }

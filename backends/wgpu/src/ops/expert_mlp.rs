@@ -5,7 +5,7 @@ use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
     half_rows::{self, Rows},
-    matmul::{FEW_ROWS, SUBGROUP_TILE, THREADS, wide_cols},
+    matmul::{COOPERATIVE_TILE, FEW_ROWS, THREADS, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -25,8 +25,6 @@ const FEW_ROUTES: u32 = 16;
 const FEW_TILE: u32 = 16;
 /// Routes and outputs of a tile where there are more.
 const TILE: u32 = 64;
-/// Subgroups of a workgroup on cooperative matrices, down and across.
-const SUBGROUPS: [u32; 2] = [1, 4];
 
 /// What the device lacks for it.
 pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
@@ -125,11 +123,11 @@ impl Walk {
             return few(SORTED, routes, n, n);
         }
         if wide && recorder.gpu.cooperative && format != Format::F32 {
-            let [down, across] = [0, 1].map(|i| SUBGROUPS[i] * SUBGROUP_TILE[i]);
+            let [down, across] = COOPERATIVE_TILE;
             let (routes, n) = group(op, &ids, down, recorder);
             return Walk {
                 kernel: &EXPERT_MLP_COOPERATIVE,
-                constants: vec![("ROWS", SUBGROUPS[0]), ("COLUMNS", SUBGROUPS[1])],
+                constants: Vec::new(),
                 routes,
                 routes_at: n,
                 n,

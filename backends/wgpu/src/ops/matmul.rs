@@ -24,9 +24,8 @@ pub(super) const THREADS: u32 = 128;
 const FEW_OUTPUTS: usize = 8192;
 /// Rows and outputs of a tile.
 const TILE: u32 = 64;
-/// Subgroups of a workgroup on cooperative matrices, down and across, and the rows and outputs of each.
-const SUBGROUPS: [u32; 2] = [2, 4];
-pub(super) const SUBGROUP_TILE: [u32; 2] = [64, 32];
+/// Rows of x, and of weights, of a tile on cooperative matrices.
+pub(super) const COOPERATIVE_TILE: [u32; 2] = [64, 128];
 
 /// Rows of a matrix that one binding holds.
 pub(super) fn window_rows(gpu: &Gpu, row_bytes: usize) -> usize {
@@ -224,8 +223,7 @@ fn part(
             (&MATMUL_FEW, recorder.grid(rows.div_ceil(outputs as usize)))
         }
         _ if cooperative => {
-            constants.extend([("ROWS", SUBGROUPS[0]), ("COLUMNS", SUBGROUPS[1])]);
-            let [down, across] = [0, 1].map(|i| SUBGROUPS[i] * SUBGROUP_TILE[i]);
+            let [down, across] = COOPERATIVE_TILE;
             (&MATMUL_COOPERATIVE, [(rows as u32).div_ceil(across / per_glu), p.n_rows.div_ceil(down), 1])
         }
         _ => {
