@@ -97,20 +97,37 @@ fn biased(y: f32, r: u32) -> f32 {
     return y + decode_element(BIAS, bias[at / per_vec(BIAS)], at);
 }
 
-// Writes an output, unless it lies behind the last.
-fn finish(n: u32, output: u32, sum: f32, up_sum: f32) {
-    if output >= p.n_outputs {
-        return;
+// Element of `out` at which the outputs of a row start.
+fn out_start(n: u32) -> u32 {
+    return p.out_at + n * p.out_features + p.first_output;
+}
+
+// What is needed of what `out` holds.
+fn held(place: u32) -> f32 {
+    if ACCUMULATE || GLU == APART {
+        return out[place];
     }
-    let place = p.out_at + n * p.out_features + p.first_output + output;
+    return 0.0;
+}
+
+// The output that a sum becomes.
+fn finished(output: u32, sum: f32, up_sum: f32, held: f32) -> f32 {
     var y = biased(sum, output);
     if GLU == TOGETHER {
         y = y / (1.0 + exp(-y)) * biased(up_sum, p.to_up + output);
     } else if GLU == APART {
-        y = y / (1.0 + exp(-y)) * out[place];
+        y = y / (1.0 + exp(-y)) * held;
     }
     if ACCUMULATE {
-        y += out[place];
+        y += held;
     }
-    out[place] = y;
+    return y;
+}
+
+// Writes an output, unless it lies behind the last.
+fn finish(n: u32, output: u32, sum: f32, up_sum: f32) {
+    if output < p.n_outputs {
+        let place = out_start(n) + output;
+        out[place] = finished(output, sum, up_sum, held(place));
+    }
 }

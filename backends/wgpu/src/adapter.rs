@@ -3,7 +3,9 @@
 use std::{fmt, str::FromStr};
 
 use freetoken_backend::{Error, Result, os};
-use wgpu::{Adapter, DeviceType, Features, Instance, InstanceDescriptor, InstanceFlags};
+use wgpu::{
+    Adapter, CooperativeScalarType, DeviceType, Features, Instance, InstanceDescriptor, InstanceFlags,
+};
 
 /// Bytes of parameters that every dispatch may carry.
 pub(crate) const IMMEDIATE_BYTES: u32 = 128;
@@ -75,6 +77,8 @@ pub struct AdapterFacts {
     pub subgroups: Option<(u32, u32)>,
     /// Whether shaders may compute in f16.
     pub f16: bool,
+    /// Whether subgroups, of 32 lanes, multiply matrices of 16 x 16 halves and add them up in f32.
+    pub cooperative: bool,
     /// Why it cannot be used, if so.
     pub refusal: Option<String>,
 }
@@ -117,9 +121,25 @@ fn facts(index: usize, adapter: &Adapter) -> AdapterFacts {
             .contains(Features::SUBGROUP)
             .then_some((info.subgroup_min_size, info.subgroup_max_size)),
         f16: features.contains(Features::SHADER_F16),
+        cooperative: is_cooperative(adapter),
         refusal: refusal(&limits, features),
         name: info.name,
     }
+}
+
+/// What shaders need to multiply cooperative matrices.
+pub(crate) const COOPERATIVE: Features =
+    Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(Features::SHADER_F16).union(Features::SUBGROUP);
+
+fn is_cooperative(adapter: &Adapter) -> bool {
+    let info = adapter.get_info();
+    adapter.features().contains(COOPERATIVE)
+        && (info.subgroup_min_size, info.subgroup_max_size) == (32, 32)
+        && adapter.cooperative_matrix_properties().iter().any(|matrix| {
+            (matrix.m_size, matrix.n_size, matrix.k_size) == (16, 16, 16)
+                && (matrix.ab_type, matrix.cr_type)
+                    == (CooperativeScalarType::F16, CooperativeScalarType::F32)
+        })
 }
 
 /// What our kernels need and the adapter lacks.

@@ -37,6 +37,8 @@ const SOFTWARE_PATIENCE: Duration = Duration::from_secs(600);
 
 /// Rows of a prefill step: the experts' rows are computed this many at a time anyway.
 const PREFILL_ROWS: usize = 1024;
+/// The same on cooperative matrices, which are done with a weight sooner than it is read again.
+const COOPERATIVE_PREFILL_ROWS: usize = 4096;
 /// The same where a CPU plays the GPU.
 const SOFTWARE_PREFILL_ROWS: usize = 128;
 
@@ -92,6 +94,8 @@ pub(crate) struct Gpu {
     pub(crate) limits: Limits,
     /// Lanes of the smallest subgroup, where subgroups are used.
     pub(crate) subgroups: Option<u32>,
+    /// Many rows are multiplied on cooperative matrices.
+    pub(crate) cooperative: bool,
     /// A CPU plays the GPU.
     pub(crate) software: bool,
     /// Threads wait for each other at little cost, and many of them hide what memory costs.
@@ -179,6 +183,10 @@ impl Wgpu {
             facts.subgroups.filter(|&(least, most)| options.subgroups && least >= 4 && most <= 128);
         wanted.set(Features::SUBGROUP, subgroups.is_some());
         wanted.set(ARRAYS, !options.floor && adapter.features().contains(ARRAYS));
+        let cooperative = facts.cooperative && subgroups.is_some() && options.precision == Precision::Auto;
+        if cooperative {
+            wanted |= adapter::COOPERATIVE;
+        }
         let descriptor = DeviceDescriptor {
             label: Some("freetoken"),
             required_features: wanted & adapter.features(),
@@ -202,6 +210,7 @@ impl Wgpu {
         let nothing = storage(&device, 1);
         let mut gpu = Gpu {
             subgroups: subgroups.map(|(least, _)| least),
+            cooperative,
             software: facts.software,
             is_parallel: !facts.software || options.as_hardware,
             device,
@@ -218,7 +227,11 @@ impl Wgpu {
             total_bytes: facts.memory_bytes,
             max_binding_bytes: gpu.max_binding(),
             max_storage_buffers: gpu.limits.max_storage_buffers_per_shader_stage,
-            prefill_rows: if gpu.software { SOFTWARE_PREFILL_ROWS } else { PREFILL_ROWS },
+            prefill_rows: match (gpu.software, gpu.cooperative) {
+                (true, _) => SOFTWARE_PREFILL_ROWS,
+                (false, true) => COOPERATIVE_PREFILL_ROWS,
+                (false, false) => PREFILL_ROWS,
+            },
             host_memory: false,
             unified_memory: matches!(facts.kind, "integrated" | "software"),
             reads_host: gpu.host != HostPath::Copied,
@@ -253,7 +266,11 @@ impl Wgpu {
     }
 
     /// The dispatches that `record` adds.
-    fn dispatches(&self, state: &mut State, record: impl FnOnce(&mut Recorder<'_>)) -> Vec<Dispatch> {
+    pub(crate) fn dispatches(
+        &self,
+        state: &mut State,
+        record: impl FnOnce(&mut Recorder<'_>),
+    ) -> Vec<Dispatch> {
         let State { pipelines, scratch, .. } = state;
         let mut recorder = Recorder { gpu: self.gpu(), pipelines, scratch, dispatches: Vec::new(), work: 0 };
         record(&mut recorder);
@@ -283,7 +300,9 @@ fn detail(facts: &AdapterFacts, gpu: &Gpu) -> String {
     let software = if facts.software { ", software: a CPU plays the GPU" } else { "" };
     let binding = facts.max_binding_bytes >> 20;
     let host = gpu.host.name();
-    format!("{}, {}, {subgroups}, {binding} MiB a binding, {host}{software}", facts.api, facts.driver)
+    let matrices = if gpu.cooperative { ", cooperative matrices" } else { "" };
+    let (api, driver) = (&facts.api, &facts.driver);
+    format!("{api}, {driver}, {subgroups}{matrices}, {binding} MiB a binding, {host}{software}")
 }
 
 impl Backend for Wgpu {

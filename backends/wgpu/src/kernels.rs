@@ -39,6 +39,10 @@ enum Link {
     Rows,
     /// Four of them times a row of x, or two.
     Products,
+    /// What enables cooperative matrices. Comes first of all.
+    Cooperative,
+    /// Rows of halves times rows of a weight.
+    CooperativeTile,
     /// The n-th largest of many.
     Select,
 }
@@ -82,6 +86,8 @@ impl Kernel {
             Link::Rows => include_str!("../../../shaders/rows.wgsl"),
             Link::Products if linkage.staged => include_str!("../../../shaders/staged.wgsl"),
             Link::Products => include_str!("../../../shaders/direct.wgsl"),
+            Link::Cooperative => include_str!("../../../shaders/cooperative.wgsl"),
+            Link::CooperativeTile => include_str!("../../../shaders/cooperative_tile.wgsl"),
             Link::Experts => include_str!("../../../shaders/experts.wgsl"),
             Link::Chunks => match linkage.chunks {
                 Chunks::Apart(1) => include_str!("../../../shaders/chunks_1.wgsl"),
@@ -101,6 +107,8 @@ const OPTIONAL: &[u32] = &[0, 1, 2, 3];
 const FORMAT: &[u32] = &[0, 1, 2];
 /// The same of what matmuls and experts take.
 const ANY_FORMAT: &[u32] = &[0, 1, 2, 4, 5, 6];
+/// The same of what becomes halves.
+const HALVED_FORMAT: &[u32] = &[1, 2, 4, 5, 6];
 const FLAG: &[u32] = &[0, 1];
 /// None, together, apart.
 const GLU: &[u32] = &[0, 1, 2];
@@ -142,6 +150,13 @@ kernels! {
         FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
         TILE: &[64],
     }
+    MATMUL_COOPERATIVE = "matmul_cooperative" [Cooperative, Format, Matmul, Rows, CooperativeTile]
+        writes 1 reads 7 params 15 {
+        FORMAT: HALVED_FORMAT, NORM: &[3], BIAS: OPTIONAL, GLU: GLU, GATHER: &[0], ACCUMULATE: FLAG,
+    }
+    HALF_ROWS = "half_rows" [Format, Team] writes 2 reads 4 params 7 {
+        WORKGROUP: &[128], NORM: OPTIONAL, GATHER: FLAG, WEIGHTED: FLAG,
+    }
     ROPE_CACHE = "rope_cache" [Format, Team] writes 2 reads 6 params 14 {
         WORKGROUP: &[64], KV_BF16: FLAG, GATED: FLAG, Q_NORM: OPTIONAL, K_NORM: OPTIONAL,
     }
@@ -170,6 +185,10 @@ kernels! {
     EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows] writes 1 reads 4 params 22 {
         FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
     }
+    EXPERT_MLP_COOPERATIVE = "expert_mlp_cooperative" [Cooperative, Chunks, Format, Experts, Rows, CooperativeTile]
+        writes 1 reads 4 params 22 {
+        FORMAT: HALVED_FORMAT, DOWN: FLAG, OUTPUTS: &[64, 128],
+    }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
     COMBINE = "combine" [] writes 1 reads 4 params 8 { SHARED: FLAG }
     EDIT_LOGITS = "edit_logits" [] writes 1 reads 1 params 4 {}
@@ -182,7 +201,7 @@ kernels! {
 #[cfg(test)]
 mod tests {
     use naga::{
-        back::pipeline_constants::process_overrides,
+        back::{pipeline_constants::process_overrides, spv},
         front::wgsl,
         valid::{Capabilities, ValidationFlags, Validator},
     };
@@ -202,6 +221,7 @@ mod tests {
     #[test]
     fn every_variant_is_valid_wgsl() {
         for kernel in ALL {
+            let cooperative = kernel.links.contains(&Link::Cooperative);
             for (subgroups, staged) in [(false, false), (true, false), (false, true), (true, true)] {
                 if staged && !kernel.has_products() {
                     continue;
@@ -212,8 +232,11 @@ mod tests {
                     let module = wgsl::parse_str(&text)
                         .unwrap_or_else(|e| panic!("{}:\n{}", kernel.name, e.emit_to_string(&text)));
                     let mut able = Capabilities::IMMEDIATES | Capabilities::SHADER_FLOAT16_IN_FLOAT32;
-                    if subgroups {
+                    if subgroups || cooperative {
                         able |= Capabilities::SUBGROUP;
+                    }
+                    if cooperative {
+                        able |= Capabilities::COOPERATIVE_MATRIX | Capabilities::SHADER_FLOAT16;
                     }
                     if matches!(chunks, Chunks::Array(_)) {
                         able |= Capabilities::STORAGE_BUFFER_BINDING_ARRAY
@@ -234,8 +257,13 @@ mod tests {
                     for constants in combinations(kernel.constants) {
                         let values =
                             constants.iter().map(|(name, v)| (name.to_string(), f64::from(*v))).collect();
-                        process_overrides(&module, &info, None, &values)
+                        let (module, info) = process_overrides(&module, &info, None, &values)
                             .unwrap_or_else(|e| panic!("{} {constants:?}: {e}", kernel.name));
+                        // No software adapter runs these: as far as a driver's input they are followed here.
+                        if cooperative {
+                            spv::write_vec(&module, &info, &spv::Options::default(), None)
+                                .unwrap_or_else(|e| panic!("{} {constants:?}: {e}", kernel.name));
+                        }
                     }
                 }
             }

@@ -8,7 +8,8 @@ use std::ptr::NonNull;
 use ash::{ext::external_memory_host, vk};
 use freetoken_backend::os;
 use wgpu::{
-    Adapter, BufferDescriptor, BufferUsages, BufferUses, Device, DeviceDescriptor, Queue, RequestDeviceError,
+    Adapter, BufferDescriptor, BufferUsages, BufferUses, Device, DeviceDescriptor, ExperimentalFeatures,
+    Queue, RequestDeviceError,
     hal::{self, Device as _, api::Vulkan},
 };
 
@@ -23,6 +24,9 @@ pub(crate) fn open(
     adapter: &Adapter,
     descriptor: &DeviceDescriptor<'_>,
 ) -> Result<(Device, Queue), RequestDeviceError> {
+    // SAFETY: cooperative matrices are all that is used of what wgpu calls experimental, by shaders of our own.
+    let experimental_features = unsafe { ExperimentalFeatures::enabled() };
+    let descriptor = &DeviceDescriptor { experimental_features, ..descriptor.clone() };
     // SAFETY: the handle is used while `adapter` lives, to read properties and to open it.
     let vulkan = unsafe { adapter.as_hal::<Vulkan>() };
     let imports = |adapter: &hal::vulkan::Adapter| {

@@ -60,6 +60,19 @@ pub fn cases() -> Vec<Case> {
             }
         }
     }
+    // Beyond what a half holds, on either side.
+    for format in [Format::Bf16, Format::Fp8, Format::Nvfp4, Format::Mxfp4] {
+        for (what, most_x, most_weight) in [
+            ("large x", 1e6, 0.1),
+            ("large weights", 1.0, 1e6),
+            ("small x", 1e-8, 0.1),
+            ("small weights", 1.0, 1e-8),
+        ] {
+            let name = format!("matmul/{format} {what}");
+            let c = MatMulCase { format, n: 20, most_x, most_weight, ..PLAIN };
+            cases.push(case(name, move |a| matmul(a, c)));
+        }
+    }
     for (format, name) in [(Format::F32, "f32"), (Format::Bf16, "bf16")] {
         for (n, norm, rotary_dim) in [(1, true, 32), (5, true, 32), (5, false, 32), (17, true, 8)] {
             let name = format!("rope_cache/{name} n={n} norm={norm} rotary={rotary_dim}");
@@ -144,9 +157,15 @@ pub fn cases() -> Vec<Case> {
                 let shape = ExpertShape { format, pool, n, hidden, intermediate, top_k, experts: 10 };
                 let place = if pool { "pool" } else { "in place" };
                 let name = format!("expert_mlp/{format} {place} n={n} k={top_k} {hidden}x{intermediate}");
-                cases.push(case(name, move |a| Ok(vec![Stage::Ops(vec![expert_mlp(a, shape)?.into()])])));
+                cases.push(case(name, move |a| one(expert_mlp(a, shape)?)));
             }
         }
+        let shape =
+            ExpertShape { format, pool: true, n: 90, hidden: 64, intermediate: 32, top_k: 2, experts: 10 };
+        cases.push(case(format!("expert_mlp/{format} large x"), move |a| {
+            let x = a.input(shape.n * shape.hidden, Fill::Uniform(1e4))?;
+            one(ExpertMlp { x, ..expert_mlp(a, shape)? })
+        }));
     }
     for n in [1, 6] {
         cases.push(case(format!("combine/n={n}"), move |a| combine(a, n, 96, 4, false)));
@@ -190,6 +209,8 @@ struct MatMulCase {
     bias: bool,
     accumulate: bool,
     gather: bool,
+    most_x: f32,
+    most_weight: f32,
 }
 
 const PLAIN: MatMulCase = MatMulCase {
@@ -203,6 +224,8 @@ const PLAIN: MatMulCase = MatMulCase {
     bias: false,
     accumulate: false,
     gather: false,
+    most_x: 1.0,
+    most_weight: 0.1,
 };
 
 fn matmul(a: &mut Arena<'_>, c: MatMulCase) -> Result<Vec<Stage>> {
@@ -210,7 +233,7 @@ fn matmul(a: &mut Arena<'_>, c: MatMulCase) -> Result<Vec<Stage>> {
     let mut weights = Vec::new();
     let mut biases = Vec::new();
     for _ in 0..pieces {
-        weights.push(a.weight(c.format, c.rows, c.cols, 0.1)?);
+        weights.push(a.weight(c.format, c.rows, c.cols, c.most_weight)?);
         if c.bias {
             let format = if c.format.group().is_some() { Format::Bf16 } else { c.format };
             biases.push(a.weight(format, 1, c.rows, 1.0)?);
@@ -224,7 +247,7 @@ fn matmul(a: &mut Arena<'_>, c: MatMulCase) -> Result<Vec<Stage>> {
         } else {
             a.output(c.n * out_features)?
         },
-        x: a.input(x_rows * c.cols, Fill::Uniform(1.0))?,
+        x: a.input(x_rows * c.cols, Fill::Uniform(c.most_x))?,
         rows: if c.gather { Some(a.input(c.n, Fill::Below(x_rows as i32))?) } else { None },
         norm: if c.norm { Some(a.norm(c.cols)?) } else { None },
         weight: Matrix::new(weights),

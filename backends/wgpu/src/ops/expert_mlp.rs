@@ -4,14 +4,15 @@
 use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, THREADS, sharing_threads, wide_cols},
+    half_rows::{self, Rows},
+    matmul::{COOPERATIVE_TILE, FEW_ROWS, THREADS, sharing_threads, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
 use crate::{
     device::Gpu,
     dispatch::{Call, Recorder, format_code},
-    kernels::{EXPERT_MLP_FEW, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
+    kernels::{EXPERT_MLP_COOPERATIVE, EXPERT_MLP_FEW, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
     memory::Slot,
     places::{Bank, Places},
 };
@@ -67,9 +68,12 @@ pub(crate) fn record_at(op: &ExpertMlp, pool: &ExpertPool, places: &Places, reco
     let n_routes = (op.p.n_rows * op.p.top_k) as usize;
     let inner =
         recorder.scratch.get(recorder.gpu, "expert_mlp.inner", n_routes * op.p.intermediate as usize * 4);
-    let halves = [Half::gate_up(op, pool, &inner, recorder), Half::down(op, pool, &inner, recorder)];
-    let walk = Walk::choose(op, halves.iter().all(Half::is_wide), recorder);
-    for half in &halves {
+    let mut halves = [Half::gate_up(op, pool, &inner, recorder), Half::down(op, pool, &inner, recorder)];
+    let walk = Walk::choose(op, pool.record.format, halves.iter().all(Half::is_wide), recorder);
+    for half in &mut halves {
+        if walk.kernel.name == EXPERT_MLP_COOPERATIVE.name {
+            half.make_rows(op, recorder);
+        }
         windows(half, op, pool, places, &walk, recorder);
     }
 }
@@ -95,7 +99,7 @@ struct Walk {
 }
 
 impl Walk {
-    fn choose(op: &ExpertMlp, wide: bool, recorder: &mut Recorder<'_>) -> Self {
+    fn choose(op: &ExpertMlp, format: Format, wide: bool, recorder: &mut Recorder<'_>) -> Self {
         let n_routes = op.p.n_rows * op.p.top_k;
         let ids = recorder.words(&op.ids, n_routes as usize);
         let few = |walk: u32, routes: Slot, routes_at: u32, n: u32| {
@@ -123,6 +127,18 @@ impl Walk {
         if wide && n_routes <= FEW_ROUTES * op.p.n_experts {
             let (routes, n) = group(op, &ids, FEW_TILE, recorder);
             return few(SORTED, routes, n, n);
+        }
+        if wide && recorder.gpu.cooperative && format != Format::F32 {
+            let [down, across] = COOPERATIVE_TILE;
+            let (routes, n) = group(op, &ids, down, recorder);
+            return Walk {
+                kernel: &EXPERT_MLP_COOPERATIVE,
+                constants: Default::default(),
+                routes,
+                routes_at: n,
+                n,
+                outputs: [across / 2, across],
+            };
         }
         let (routes, n) = group(op, &ids, TILE, recorder);
         Walk {
@@ -158,6 +174,8 @@ struct Half {
     down: bool,
     out: Slot,
     x: Slot,
+    /// What rows are multiplied with: of routes, or of what the halves of x lack.
+    weights: Slot,
     in_features: u32,
     out_features: u32,
     /// See [`wide_cols`].
@@ -174,6 +192,7 @@ impl Half {
             down: false,
             out: Slot::whole(inner),
             x: recorder.words(&op.x, (op.p.n_rows * op.p.hidden) as usize),
+            weights: recorder.words(&op.weights, (op.p.n_rows * op.p.top_k) as usize),
             in_features: op.p.hidden,
             out_features: op.p.intermediate,
             wide_cols: wide_cols(pool.record.format),
@@ -187,12 +206,28 @@ impl Half {
             down: true,
             out: recorder.words(&op.parts, (op.p.n_rows * op.p.top_k * op.p.hidden) as usize),
             x: Slot::whole(inner),
+            weights: recorder.words(&op.weights, (op.p.n_rows * op.p.top_k) as usize),
             in_features: op.p.intermediate,
             out_features: op.p.hidden,
             wide_cols: wide_cols(pool.record.format),
             starts: starts(&pool.record.down, pool.record.format),
             to_up: 0,
         }
+    }
+
+    /// Takes x as halves from here on. Of down, the weights of routes go with them.
+    fn make_rows(&mut self, op: &ExpertMlp, recorder: &mut Recorder<'_>) {
+        let rows = Rows {
+            n: op.p.n_rows * if self.down { op.p.top_k } else { 1 },
+            cols: self.in_features,
+            x: &self.x,
+            gathered: None,
+            norm: None,
+            eps: 0.0,
+            weights: self.down.then_some(&self.weights),
+        };
+        let made = half_rows::record(&rows, recorder);
+        (self.x, self.weights) = (made.halves, made.scales);
     }
 
     fn is_wide(&self) -> bool {
@@ -217,7 +252,6 @@ fn windows(
     recorder: &mut Recorder<'_>,
 ) {
     let n_routes = op.p.n_rows * op.p.top_k;
-    let weights = recorder.words(&op.weights, n_routes as usize);
     let all: Vec<&Slot> = places.chunks.iter().chain(&places.bank.windows).collect();
     let window = all.len().next_power_of_two().min(recorder.gpu.max_window());
     let outputs = walk.outputs[half.down as usize];
@@ -252,10 +286,10 @@ fn windows(
             half.out.at(4),
             half.x.at(4),
             walk.routes_at,
-            weights.at(4),
+            half.weights.at(4),
             places.table.at(4),
         ];
-        let read = [&half.x, &walk.routes, &weights, &places.table];
+        let read = [&half.x, &walk.routes, &half.weights, &places.table];
         recorder.call(Call {
             kernel: walk.kernel,
             constants: constants.clone(),

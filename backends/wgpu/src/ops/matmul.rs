@@ -6,10 +6,11 @@ use std::ops::Range;
 
 use freetoken_backend::{Format, MatMul, Matrix, View, Weight};
 
+use super::half_rows::{self, HalfRows, Rows};
 use crate::{
     device::Gpu,
     dispatch::{Call, Recorder, format_code},
-    kernels::{MATMUL_FEW, MATMUL_GEMV, MATMUL_TILED},
+    kernels::{MATMUL_COOPERATIVE, MATMUL_FEW, MATMUL_GEMV, MATMUL_TILED},
     memory::{Slot, buffer},
 };
 
@@ -23,6 +24,8 @@ pub(super) const THREADS: u32 = 128;
 const FEW_OUTPUTS: usize = 8192;
 /// Rows and outputs of a tile.
 const TILE: u32 = 64;
+/// Rows of x, and of weights, of a tile on cooperative matrices.
+pub(super) const COOPERATIVE_TILE: [u32; 2] = [64, 128];
 
 /// Threads of a workgroup that shares columns: each has four loads of a row, as far as the bounds allow.
 pub(super) fn sharing_threads(cols: u32) -> u32 {
@@ -103,18 +106,19 @@ impl Run<'_> {
 
 pub(super) fn record(op: &MatMul, recorder: &mut Recorder<'_>) {
     let outputs = op.p.out_features as usize;
+    let halves = &mut None;
     if !op.is_glu() {
-        windows(op, recorder, 0, Glu::None);
+        windows(op, recorder, 0, Glu::None, halves);
     } else if is_together(op, recorder.gpu) {
-        part(op, recorder, &run(&op.weight, 0), 0..outputs, Glu::Together);
+        part(op, recorder, &run(&op.weight, 0), 0..outputs, Glu::Together, halves);
     } else {
-        windows(op, recorder, outputs, Glu::None);
-        windows(op, recorder, 0, Glu::Apart);
+        windows(op, recorder, outputs, Glu::None, halves);
+        windows(op, recorder, 0, Glu::Apart, halves);
     }
 }
 
 /// All outputs, from the rows that begin at row `top`.
-fn windows(op: &MatMul, recorder: &mut Recorder<'_>, top: usize, glu: Glu) {
+fn windows(op: &MatMul, recorder: &mut Recorder<'_>, top: usize, glu: Glu, halves: &mut Option<HalfRows>) {
     let outputs = op.p.out_features as usize;
     let (whole, most) = (recorder.work, bound_rows(&op.weight, recorder.gpu));
     let mut done = 0;
@@ -122,24 +126,31 @@ fn windows(op: &MatMul, recorder: &mut Recorder<'_>, top: usize, glu: Glu) {
         let run = run(&op.weight, top + done);
         let rows = (run.weight.rows - run.first).min(outputs - done).min(most);
         recorder.work = whole * rows as u64 / op.weight.rows() as u64;
-        part(op, recorder, &run, done..done + rows, glu);
+        part(op, recorder, &run, done..done + rows, glu, halves);
         done += rows;
     }
     recorder.work = whole;
 }
 
-/// Some outputs, from the rows of a run.
-fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<usize>, glu: Glu) {
+/// Some outputs, from the rows of a run. What cooperative matrices want of x is made for the first part that runs on them.
+fn part(
+    op: &MatMul,
+    recorder: &mut Recorder<'_>,
+    run: &Run<'_>,
+    outputs: Range<usize>,
+    glu: Glu,
+    halves: &mut Option<HalfRows>,
+) {
     let (p, weight) = (&op.p, run.weight);
     let (n, cols, align) = (p.n_rows as usize, p.in_features as usize, recorder.gpu.align());
     let to_up = if glu == Glu::Together { outputs.len() } else { 0 };
     let (format, rows) = (weight.format, outputs.len() + to_up);
     let out = recorder.words(&op.out, n * p.out_features as usize);
     // With `rows` the data decides which rows of x are read: all of the view is bound.
-    let x =
+    let mut x =
         if op.rows.is_some() { recorder.slot(&op.x, op.x.bytes()) } else { recorder.words(&op.x, n * cols) };
-    let gathered = op.rows.as_ref().map_or_else(|| recorder.nothing(), |rows| recorder.words(rows, n));
-    let (norm, norm_at, norm_format) = recorder.optional(op.norm.as_ref());
+    let mut gathered = op.rows.as_ref().map(|rows| recorder.words(rows, n));
+    let (mut norm, mut norm_at, mut norm_format) = recorder.optional(op.norm.as_ref());
     let codes = run.slot(&weight.view, format.row_bytes(cols), rows, align);
     let other = |part: &Option<View>, row_bytes| match part {
         Some(part) => run.slot(part, row_bytes, rows, align),
@@ -155,6 +166,25 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
     let wide = p.in_features.is_multiple_of(wide_cols(format))
         && [&x, &norm, &codes].iter().all(|slot| slot.is_wide())
         && (format != Format::Nvfp4 || scales_at.is_multiple_of(2));
+    let cooperative = wide && n > FEW_ROWS && recorder.gpu.cooperative && format != Format::F32;
+    if cooperative {
+        let made = halves.get_or_insert_with(|| {
+            let rows = Rows {
+                n: p.n_rows,
+                cols: p.in_features,
+                x: &x,
+                gathered: gathered.as_ref(),
+                norm: op.norm.as_ref(),
+                eps: p.eps,
+                weights: None,
+            };
+            half_rows::record(&rows, recorder)
+        });
+        (x, gathered) = (made.halves.clone(), Some(made.scales.clone()));
+        (norm, norm_at, norm_format) = recorder.optional(None);
+    }
+    let gather = (gathered.is_some() && !cooperative) as u32;
+    let gathered = gathered.unwrap_or_else(|| recorder.nothing());
     let params = [
         p.n_rows,
         p.in_features,
@@ -177,7 +207,7 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
         ("NORM", norm_format),
         ("BIAS", bias_format),
         ("GLU", glu as u32),
-        ("GATHER", op.rows.is_some() as u32),
+        ("GATHER", gather),
         ("ACCUMULATE", p.accumulate),
     ];
     // A team computes so many outputs of a row that four rows of weights are read at a time.
@@ -197,6 +227,10 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
             let quads = p.n_rows.div_ceil(4).next_power_of_two();
             constants.extend([("WORKGROUP", THREADS), ("OUTPUTS", outputs), ("QUADS", quads)]);
             (&MATMUL_FEW, recorder.grid(rows.div_ceil(outputs as usize)))
+        }
+        _ if cooperative => {
+            let [down, across] = COOPERATIVE_TILE;
+            (&MATMUL_COOPERATIVE, [(rows as u32).div_ceil(across / per_glu), p.n_rows.div_ceil(down), 1])
         }
         _ => {
             constants.extend([("WIDE", wide as u32), ("TILE", TILE)]);

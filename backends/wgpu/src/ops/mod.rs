@@ -6,6 +6,7 @@ mod edit_logits;
 mod embed;
 pub(crate) mod expert_mlp;
 mod gated_delta;
+mod half_rows;
 mod matmul;
 mod rope_cache;
 mod route;
