@@ -62,10 +62,13 @@ __device__ __forceinline__ float e4m3_to_f32(u32 code) {
 // The bits of 2^(code - 127) as bf16, and so the upper half of it as f32; code 255 is no number.
 __device__ __forceinline__ u32 e8m0_to_bf16(u32 code) { return code == 0 ? 0x40 : code == 255 ? 0x7fc0 : code << 7; }
 
-// Two scales of NVFP4, in 16 bits, times 2^119: what turns codes over 2^126 into elements over 2^7.
+// Two scales of NVFP4, in 16 bits, times 2^119: what turns codes over 2^126 into elements over 2^7. A code that is no number
+// gives none.
 __device__ __forceinline__ u32 nvfp4_factors(u32 scales) {
   const u32 spread = (scales | scales << 8) & 0x00ff00ffu;
-  const u32 bits = (spread << 8 & 0x80008000u) | (spread << 4 & 0x07f007f0u);
+  u32 bits = (spread << 8 & 0x80008000u) | (spread << 4 & 0x07f007f0u);
+  // One more than such a code carries into bit 11; with the four bits from there on set, its exponent is all ones.
+  bits += (bits + 0x00100010u & 0x08000800u) * 15;
   return mul_bf16x2(mul_bf16x2(bits, bf16x2_power(E4M3_POWER)), bf16x2_power(E2M1_POWER - NVFP4_POWER));
 }
 

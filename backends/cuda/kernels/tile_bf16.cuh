@@ -171,7 +171,7 @@ class ScaledStages {
         u32 factor = e8m0_to_bf16(scale), unused;
         if (format == FORMAT_NVFP4) {
           e4m3_pairs(scale, factor, unused);
-          factor = mul_bf16x2(factor, bf16x2_power(E4M3_POWER));
+          factor = (scale & 0x7f) == 0x7f ? 0x7fc0 : mul_bf16x2(factor, bf16x2_power(E4M3_POWER));
         }
         factor = lower_halves(factor, factor);
         first = eight(codes.x, factor);
