@@ -4,11 +4,11 @@
 // A workgroup of four subgroups of 32 lanes computes 64 rows of x times 128 rows of the weight, 32 a subgroup. The columns are walked
 // through DEPTH at a time, through workgroup memory; the next ones are loaded while these are multiplied. Rows in workgroup memory have
 // 16 bytes of padding, so that neighbours use other banks. Sums have names instead of indices: NVIDIA's compiler keeps them in registers
-// then, which is three times as fast. Loads have no conditions: what lies behind the last row or column repeats it, and counts for nothing.
+// then, which is two to three times as fast. Loads have no conditions: what lies behind the last row or column repeats it, and counts for nothing.
 //
-// A weight becomes a half too, times a power of two that is the same for the whole tile. 1 does for the tiles of any real model: of bf16
-// nothing is lost from 2^-17 on, and 2^-25 at most below. Where the tile holds something larger than a half can, or nothing larger than
-// 2^-10, it is computed again with the power that makes its largest weight lie between 2^14 and 2^15.
+// A weight becomes a half too, times a power of two that is the same for the whole tile. First that is 1: of bf16 nothing is lost from
+// 2^-17 on, and 2^-25 at most below. A tile that holds something larger than a half can, or nothing larger than 2^-10, is computed again
+// with the power that makes its largest weight lie between 2^14 and 2^15. Bound by the cooperative matrices, and by bringing halves to them.
 
 const X_ROWS: u32 = 64u;
 const WEIGHT_ROWS: u32 = 128u;
