@@ -240,8 +240,10 @@ fn prompt_step(subject: &mut Subject, n_tokens: usize) -> Result<Groups> {
         "a prompt of {n_tokens} tokens is more than a chunk of {}: ask for a shorter one",
         rows.unwrap_or(0)
     );
+    // The step's input is what a prefill leaves of it: positions and pages are real.
     let mut sequence = subject.sequence();
-    subject.bring_to(n_tokens, &mut sequence)?;
+    (0..n_tokens).for_each(|_| sequence.push(subject.token()));
+    subject.engine.prefill(&mut sequence, &mut |_| true)?;
     let mut groups = Groups::default();
     for step in 0..=PROMPT_STEPS {
         let times = subject.engine.backend().time(&ops)?;
