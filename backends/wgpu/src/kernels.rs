@@ -39,6 +39,8 @@ enum Link {
     Rows,
     /// Four of them times a row of x, or two.
     Products,
+    /// A tile of rows of x times one of rows of a weight.
+    Tile,
     /// The n-th largest of many.
     Select,
 }
@@ -83,6 +85,7 @@ impl Kernel {
             Link::Products if linkage.staged => include_str!("../../../shaders/staged.wgsl"),
             Link::Products => include_str!("../../../shaders/direct.wgsl"),
             Link::Experts => include_str!("../../../shaders/experts.wgsl"),
+            Link::Tile => include_str!("../../../shaders/tile.wgsl"),
             Link::Chunks => match linkage.chunks {
                 Chunks::Apart(1) => include_str!("../../../shaders/chunks_1.wgsl"),
                 Chunks::Apart(2) => include_str!("../../../shaders/chunks_2.wgsl"),
@@ -102,6 +105,8 @@ const FORMAT: &[u32] = &[0, 1, 2];
 /// The same of what matmuls and experts take.
 const ANY_FORMAT: &[u32] = &[0, 1, 2, 4, 5, 6];
 const FLAG: &[u32] = &[0, 1];
+/// Rows or outputs of a tile.
+const TILE: &[u32] = &[64, 128];
 /// None, together, apart.
 const GLU: &[u32] = &[0, 1, 2];
 
@@ -136,15 +141,18 @@ kernels! {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
         ACCUMULATE: FLAG, QUADS: &[2, 4], OUTPUTS: &[16],
     }
-    MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows] writes 1 reads 7 params 15 {
+    MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows, Tile] writes 1 reads 7 params 15 {
         FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
-        TILE: &[64],
+        ROWS: TILE, OUTPUTS: TILE,
     }
     ROPE_CACHE = "rope_cache" [Format, Team] writes 2 reads 6 params 14 {
         WORKGROUP: &[64], KV_BF16: FLAG, GATED: FLAG, Q_NORM: OPTIONAL, K_NORM: OPTIONAL,
     }
     ATTENTION = "attention" [Format] writes 2 reads 6 params 14 {
         KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64], GATED: FLAG,
+    }
+    ATTENTION_TILED = "attention_tiled" [Format] writes 1 reads 6 params 14 {
+        KV_BF16: FLAG, HEAD_DIM: &[16, 72, 256], HEADS: &[1, 8], TOKENS: &[32, 64], VALUES: &[8], GATED: FLAG,
     }
     ATTENTION_MERGE = "attention_merge" [] writes 1 reads 3 params 5 {
         SPLITS: &[2, 64], HEAD_DIM: &[8, 128], GATED: FLAG,
@@ -164,9 +172,9 @@ kernels! {
     EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8],
     }
-    EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
-    EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows] writes 1 reads 4 params 22 {
-        FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
+    EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64, 128] }
+    EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows, Tile] writes 1 reads 4 params 22 {
+        FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, ROWS: TILE, OUTPUTS: TILE,
     }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
     COMBINE = "combine" [] writes 1 reads 4 params 8 { SHARED: FLAG }

@@ -4,7 +4,7 @@
 use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, THREADS, wide_cols},
+    matmul::{FEW_ROWS, THREADS, Tile, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -22,8 +22,6 @@ const SEARCHED_ROUTES: u32 = 256;
 const FEW_ROUTES: u32 = 16;
 /// Routes of a tile in that case.
 const FEW_TILE: u32 = 16;
-/// Routes and outputs of a tile where there are more.
-const TILE: u32 = 64;
 
 /// What the device lacks for it.
 pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
@@ -118,14 +116,15 @@ impl Walk {
             let (routes, n) = group(op, &ids, FEW_TILE, recorder);
             return few(SORTED, routes, n, n);
         }
-        let (routes, n) = group(op, &ids, TILE, recorder);
+        let tile = Tile::LONG;
+        let (routes, n) = group(op, &ids, tile.rows, recorder);
         Walk {
             kernel: &EXPERT_MLP_TILED,
-            constants: vec![("WIDE", wide as u32), ("TILE", TILE)],
+            constants: vec![("WIDE", wide as u32), ("ROWS", tile.rows)],
             routes,
             routes_at: n,
             n,
-            outputs: [TILE, TILE],
+            outputs: [tile.weights / 2, tile.weights],
         }
     }
 }
