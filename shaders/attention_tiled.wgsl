@@ -4,21 +4,20 @@
 // of one sequence are taken together and all others see nothing meanwhile, so that a tile of one sequence, the usual one, is one walk.
 // It takes TOKENS tokens at a time: scores are the product of a tile of queries and one of keys, DEPTH dimensions at a time through
 // workgroup memory; four threads a query turn them into weights, with a running maximum and sum; results are the product of weights and
-// values, VALUES tokens at a time. Of each product a thread has four rows times four columns, or several times those: sums are named
-// and never indexed by a variable, so that they stay in registers. In workgroup memory a vec4 is four queries, four keys or four
+// values, VALUES tokens at a time. Of each product a thread has four queries times four tokens, or times every 16th vec4 of a result: sums
+// are named and never indexed by a variable, so that they stay in registers. In workgroup memory a vec4 is four queries, four keys or four
 // dimensions of a value; the vec4s of a row are swapped so that threads that store different rows use different banks. Bound by f32
 // multiply-adds and the reads of workgroup memory.
 
 override KV_BF16: bool = false;
 override HEAD_DIM: u32 = 128u;
 override HEADS: u32 = 8u;
-// 64, or 32 where workgroup memory is small.
-override TOKENS: u32 = 64u;
-// A power of two; they fit `stage`.
-override VALUES: u32 = 16u;
+// A power of two, and at least 4; they fit `stage`, and have a thread for each eight dimensions.
+override VALUES: u32 = 8u;
 override GATED: bool = false;
 
-const QUERIES: u32 = 64u;
+const QUERIES: u32 = 32u;
+const TOKENS: u32 = 64u;
 const DEPTH: u32 = 16u;
 const PAGE_TOKENS: u32 = 16u;
 const LOWEST: f32 = -3.4e38;
@@ -72,6 +71,11 @@ struct Results {
     b: mat4x4<f32>,
     c: mat4x4<f32>,
     d: mat4x4<f32>,
+}
+
+// Whether a head has a vec4 that a thread of a product owns: all that are asked for, where they are a multiple of 16.
+fn has(i: u32) -> bool {
+    return HEAD_VECS % 16u == 0u || i < HEAD_VECS;
 }
 
 // Column i: component i of `v` times `w`.
@@ -134,7 +138,7 @@ fn put(base: u32, width: u32, row: u32, column: u32, v: vec4<f32>) {
 
 // Of a token and a vec4 of queries.
 fn score_at(token: u32, queries: u32) -> u32 {
-    return token * (QUERIES / 4u) + (queries ^ (token / 4u));
+    return token * (QUERIES / 4u) + (queries ^ (token / 4u % 8u));
 }
 
 fn gates(row: u32, head: u32, i: u32) -> vec4<f32> {
@@ -152,8 +156,8 @@ fn query_of(tile: u32, block: u32, i: u32, kv_head: u32) -> vec2<u32> {
 }
 
 // Writes a vec4 of a query's result.
-fn finish(query: vec2<u32>, i: u32, result: vec4<f32>) {
-    if query.x >= p.n_rows || i >= HEAD_VECS {
+fn finish_four(query: vec2<u32>, i: u32, result: vec4<f32>) {
+    if !has(i) {
         return;
     }
     var y = result;
@@ -167,7 +171,36 @@ fn finish(query: vec2<u32>, i: u32, result: vec4<f32>) {
     out[at + 3u] = y.w;
 }
 
-@compute @workgroup_size(256)
+// Writes a thread's part of the result of a query, over the sum of its weights.
+fn finish(i: u32, a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32>, column: u32, query: vec2<u32>) {
+    if query.x >= p.n_rows {
+        return;
+    }
+    let sum = parts[i] + parts[i + QUERIES] + parts[i + 2u * QUERIES] + parts[i + 3u * QUERIES];
+    let by = select(0.0, 1.0 / sum, sum > 0.0);
+    finish_four(query, column, a * by);
+    if HEAD_VECS > 16u { finish_four(query, column + 16u, b * by); }
+    if HEAD_VECS > 32u { finish_four(query, column + 32u, c * by); }
+    if HEAD_VECS > 48u { finish_four(query, column + 48u, d * by); }
+}
+
+// Adds the value at `at` in `stage`, times four weights.
+fn add(results: ptr<function, Results>, weights: vec4<f32>, at: u32, column: u32) {
+    if has(column) {
+        (*results).a += outer(weights, stage[at]);
+    }
+    if HEAD_VECS > 16u && has(column + 16u) {
+        (*results).b += outer(weights, stage[at + 16u]);
+    }
+    if HEAD_VECS > 32u && has(column + 32u) {
+        (*results).c += outer(weights, stage[at + 32u]);
+    }
+    if HEAD_VECS > 48u && has(column + 48u) {
+        (*results).d += outer(weights, stage[at + 48u]);
+    }
+}
+
+@compute @workgroup_size(128)
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(num_workgroups) workgroups: vec3<u32>,
@@ -184,13 +217,14 @@ fn main(
     let tile = n_tiles - 1u - index / p.n_blocks / p.n_kv_heads;
     let end_row = min((tile + 1u) * (QUERIES / HEADS), p.n_rows);
 
-    // Of products: a thread's four queries, and its four tokens or dimensions.
+    // Of products: a thread's vec4 of queries, and its vec4 of tokens or first one of a result.
     let own = thread / 16u;
     let column = thread % 16u;
-    // Of loads: a query or token, and a quarter of DEPTH dimensions.
+    // Of loads: a query and two tokens, and a quarter of DEPTH dimensions.
     let loaded = thread / 4u;
     let quarter = thread % 4u;
     let query = query_of(tile, block, loaded, kv_head);
+    let has_query = query.x < p.n_rows;
     let query_at = p.q_at / 4u + (query.x * p.n_heads + query.y) * HEAD_VECS;
     // Of values: a token, and eight dimensions.
     let value = thread / (HEAD_DIM / 8u);
@@ -223,35 +257,33 @@ fn main(
         for (var first = 0u; first < n_tokens; first += TOKENS) {
             // Scores: columns are tokens.
             var products: mat4x4<f32>;
-            let has_query = query.x < p.n_rows;
-            let has_key = loaded < TOKENS && first + loaded < n_tokens;
-            let key = first + loaded;
+            let keys = vec2(first + loaded, first + loaded + 32u);
             var query_next = query_four(query_at, has_query, quarter);
-            var key_next = key_four(u32(sequence), key, kv_head, has_key, quarter);
+            var low_next = key_four(u32(sequence), keys.x, kv_head, keys.x < n_tokens, quarter);
+            var high_next = key_four(u32(sequence), keys.y, kv_head, keys.y < n_tokens, quarter);
             for (var i = 0u; i < HEAD_VECS; i += DEPTH / 4u) {
                 workgroupBarrier();
                 put(0u, QUERIES / 4u, 4u * quarter, loaded, query_next);
-                if loaded < TOKENS {
-                    put(KEYS_AT, TOKENS / 4u, 4u * quarter, loaded, key_next);
-                }
+                put(KEYS_AT, TOKENS / 4u, 4u * quarter, loaded, low_next);
+                put(KEYS_AT, TOKENS / 4u, 4u * quarter, loaded + 32u, high_next);
                 workgroupBarrier();
-                query_next = query_four(query_at, has_query, i + DEPTH / 4u + quarter);
-                key_next = key_four(u32(sequence), key, kv_head, has_key, i + DEPTH / 4u + quarter);
-                if column < TOKENS / 4u {
-                    for (var d = 0u; d < DEPTH; d++) {
-                        let turn = d / 4u * 2u;
-                        let queries = stage[d * (QUERIES / 4u) + (own ^ turn)];
-                        let keys = stage[KEYS_AT + d * (TOKENS / 4u) + (column ^ turn)];
-                        products += outer(keys, queries);
-                    }
+                let next = i + DEPTH / 4u + quarter;
+                query_next = query_four(query_at, has_query, next);
+                low_next = key_four(u32(sequence), keys.x, kv_head, keys.x < n_tokens, next);
+                high_next = key_four(u32(sequence), keys.y, kv_head, keys.y < n_tokens, next);
+                for (var d = 0u; d < DEPTH; d += 4u) {
+                    let queries_at = d * (QUERIES / 4u) + (own ^ (d / 2u));
+                    let keys_at = KEYS_AT + d * (TOKENS / 4u) + (column ^ (d / 2u));
+                    products += outer(stage[keys_at], stage[queries_at]);
+                    products += outer(stage[keys_at + TOKENS / 4u], stage[queries_at + QUERIES / 4u]);
+                    products += outer(stage[keys_at + 2u * (TOKENS / 4u)], stage[queries_at + 2u * (QUERIES / 4u)]);
+                    products += outer(stage[keys_at + 3u * (TOKENS / 4u)], stage[queries_at + 3u * (QUERIES / 4u)]);
                 }
             }
-            if column < TOKENS / 4u {
-                scores[score_at(4u * column, own)] = products[0];
-                scores[score_at(4u * column + 1u, own)] = products[1];
-                scores[score_at(4u * column + 2u, own)] = products[2];
-                scores[score_at(4u * column + 3u, own)] = products[3];
-            }
+            scores[score_at(4u * column, own)] = products[0];
+            scores[score_at(4u * column + 1u, own)] = products[1];
+            scores[score_at(4u * column + 2u, own)] = products[2];
+            scores[score_at(4u * column + 3u, own)] = products[3];
             var value_next = value_eight(u32(sequence), first + value, kv_head, value < VALUES && first + value < n_tokens, eighth);
             workgroupBarrier();
             // Weights.
@@ -293,25 +325,17 @@ fn main(
                 if token == 0u {
                     let by = shrinks[own];
                     results.a = scaled(results.a, by);
-                    results.b = scaled(results.b, by);
-                    results.c = scaled(results.c, by);
-                    results.d = scaled(results.d, by);
+                    if HEAD_VECS > 16u { results.b = scaled(results.b, by); }
+                    if HEAD_VECS > 32u { results.c = scaled(results.c, by); }
+                    if HEAD_VECS > 48u { results.d = scaled(results.d, by); }
                 }
-                for (var t = 0u; t < VALUES; t++) {
-                    let weights = scores[score_at(token + t, own)];
+                for (var t = 0u; t < VALUES; t += 4u) {
+                    let weights = score_at(token + t, own);
                     let values = t * HEAD_VECS + column;
-                    if column < HEAD_VECS {
-                        results.a += outer(weights, stage[values]);
-                    }
-                    if HEAD_VECS > 16u && column + 16u < HEAD_VECS {
-                        results.b += outer(weights, stage[values + 16u]);
-                    }
-                    if HEAD_VECS > 32u && column + 32u < HEAD_VECS {
-                        results.c += outer(weights, stage[values + 32u]);
-                    }
-                    if HEAD_VECS > 48u && column + 48u < HEAD_VECS {
-                        results.d += outer(weights, stage[values + 48u]);
-                    }
+                    add(&results, scores[weights], values, column);
+                    add(&results, scores[weights + QUERIES / 4u], values + HEAD_VECS, column);
+                    add(&results, scores[weights + 2u * (QUERIES / 4u)], values + 2u * HEAD_VECS, column);
+                    add(&results, scores[weights + 3u * (QUERIES / 4u)], values + 3u * HEAD_VECS, column);
                 }
             }
         }
@@ -319,24 +343,9 @@ fn main(
     workgroupBarrier();
     parts[thread] = sum;
     workgroupBarrier();
-    for (var i = 0u; i < 4u; i++) {
-        let at = 4u * own + i;
-        let whole = parts[at] + parts[at + QUERIES] + parts[at + 2u * QUERIES] + parts[at + 3u * QUERIES];
-        let by = select(0.0, 1.0 / whole, whole > 0.0);
-        let to = query_of(tile, block, at, kv_head);
-        var a = results.a[0];
-        var b = results.b[0];
-        var c = results.c[0];
-        var d = results.d[0];
-        switch i {
-            case 1u: { a = results.a[1]; b = results.b[1]; c = results.c[1]; d = results.d[1]; }
-            case 2u: { a = results.a[2]; b = results.b[2]; c = results.c[2]; d = results.d[2]; }
-            case 3u: { a = results.a[3]; b = results.b[3]; c = results.c[3]; d = results.d[3]; }
-            default: {}
-        }
-        finish(to, column, a * by);
-        finish(to, column + 16u, b * by);
-        finish(to, column + 32u, c * by);
-        finish(to, column + 48u, d * by);
-    }
+    let at = 4u * own;
+    finish(at, results.a[0], results.b[0], results.c[0], results.d[0], column, query_of(tile, block, at, kv_head));
+    finish(at + 1u, results.a[1], results.b[1], results.c[1], results.d[1], column, query_of(tile, block, at + 1u, kv_head));
+    finish(at + 2u, results.a[2], results.b[2], results.c[2], results.d[2], column, query_of(tile, block, at + 2u, kv_head));
+    finish(at + 3u, results.a[3], results.b[3], results.c[3], results.d[3], column, query_of(tile, block, at + 3u, kv_head));
 }

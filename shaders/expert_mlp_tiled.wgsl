@@ -1,7 +1,7 @@
 // One half of the routed experts for many rows: inner[route] = silu(gate . x) * (up . x), then, with DOWN,
 // parts[route] = weight[route] * down . inner[route].
 //
-// Routes come sorted by expert in tiles of at most ROWS, `routes` as expert_mlp_group leaves it; records as in
+// Routes come sorted by expert in tiles of at most 64, `routes` as expert_mlp_group leaves it; records as in
 // expert_mlp_few. A workgroup computes a tile of routes times OUTPUTS outputs, gate in the lower half of the tile and up in the upper one.
 // Experts outside of the window of chunks are left to other dispatches.
 
@@ -78,14 +78,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let row = thread / 16u * 4u;
     let left = i32(n_rows) - i32(row);
     let output = first_output + thread % 16u * 4u;
-    finish_routes(first_place + row, left, output, sums.first_low, sums.first_high);
-    if ROWS > 64u {
-        finish_routes(first_place + row + 64u, left - 64, output, sums.second_low, sums.second_high);
-    }
-    if DOWN && OUTPUTS > 64u {
-        finish_routes(first_place + row, left, output + 64u, sums.first_high, sums.first_high);
-        if ROWS > 64u {
-            finish_routes(first_place + row + 64u, left - 64, output + 64u, sums.second_high, sums.second_high);
-        }
+    finish_routes(first_place + row, left, output, sums.low, sums.high);
+    if DOWN {
+        finish_routes(first_place + row, left, output + 64u, sums.high, sums.high);
     }
 }

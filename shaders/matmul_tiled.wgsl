@@ -1,5 +1,5 @@
-// matmul for many rows of x: a workgroup computes a tile of ROWS rows times OUTPUTS outputs; of a GLU gate in the lower half of the tile
-// and up in the upper one. The norm's scale is the same for a whole row and is applied at the end.
+// matmul for many rows of x: a workgroup computes a tile of 64 rows times OUTPUTS outputs, of a GLU 64 of gate in the lower half of the tile
+// and 64 of up in the upper one. The norm's scale is the same for a whole row and is applied at the end.
 
 override OUTPUTS: u32 = 64u;
 // Rows of the weight.
@@ -67,14 +67,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let sums = product(thread, n_rows, start, inside, weight);
     let row = thread / 16u * 4u;
     let output = first_output + thread % 16u * 4u;
-    finish_rows(first_row, row, output, sums.first_low, sums.first_high);
-    if ROWS > 64u {
-        finish_rows(first_row, row + 64u, output, sums.second_low, sums.second_high);
-    }
+    finish_rows(first_row, row, output, sums.low, sums.high);
     if OUTPUTS > 64u {
-        finish_rows(first_row, row, output + 64u, sums.first_high, sums.first_high);
-        if ROWS > 64u {
-            finish_rows(first_row, row + 64u, output + 64u, sums.second_high, sums.second_high);
-        }
+        finish_rows(first_row, row, output + 64u, sums.high, sums.high);
     }
 }

@@ -1,30 +1,24 @@
-// ROWS rows of x times WEIGHTS rows of a weight: what the tiled kernels share. Linked behind what binds x and the weight.
+// 64 rows of x times WEIGHTS rows of a weight: what the tiled kernels share. Linked behind what binds x and the weight.
 //
-// A workgroup of 16 x 16 threads walks the columns, DEPTH at a time, through workgroup memory; the next ones are loaded while these are
-// multiplied. There, columns lie one behind the other, rows in vec4s: a thread takes four rows of x or twice four, and as many of the
-// weight, so that it reads two vec4s for 16 multiply-adds, or four for 64. Vec4s of a column are swapped so that threads that store
-// different columns use different banks. Sums are named and never indexed by a variable: registers are not memory. Bound by f32
-// multiply-adds.
+// A workgroup of 16 x 16 threads takes DEPTH columns at a time through workgroup memory, where columns lie one behind the other, rows in
+// vec4s: a thread has four rows of x, and of the weight four or twice four, so that three vec4s are read for 32 multiply-adds. The vec4s of
+// a column are swapped so that threads that store different columns use different banks. Sums are named and never indexed by a variable,
+// and nothing is loaded ahead: what keeps registers few keeps threads many, and those hide what loads cost. Bound by f32 multiply-adds and
+// the reads of workgroup memory.
 
 // Whether rows of the weight, of x and of the norm are wide.
 override WIDE: bool = true;
-// 64 or 128, as is WEIGHTS.
-override ROWS: u32 = 64u;
-// Columns that fit workgroup memory.
-override DEPTH: u32 = select(16u, 8u, ROWS + WEIGHTS > 192u);
 
-const THREADS: u32 = 256u;
+const ROWS: u32 = 64u;
+const DEPTH: u32 = 16u;
 
 var<workgroup> x_tile: array<vec4<f32>, ROWS * DEPTH / 4u>;
 var<workgroup> weight_tile: array<vec4<f32>, WEIGHTS * DEPTH / 4u>;
 
-// Sums of a thread: column i of a matrix is a row of x, component j an output. `low` and `high` are 64 outputs apart, `first` and `second`
-// 64 rows.
+// Sums of a thread: column i of a matrix is a row of x, component j a row of the weight, of its upper half 64 rows behind.
 struct Sums {
-    first_low: mat4x4<f32>,
-    first_high: mat4x4<f32>,
-    second_low: mat4x4<f32>,
-    second_high: mat4x4<f32>,
+    low: mat4x4<f32>,
+    high: mat4x4<f32>,
 }
 
 // Columns c .. c + 4 of the row of x that starts at element `row`.
@@ -43,36 +37,28 @@ fn x_four(row: u32, inside: bool, c: u32) -> vec4<f32> {
     return v;
 }
 
-// Columns c .. c + 8 of a row of the weight, as they lie there; f32 where rows are not wide.
-fn weight_eight(row: Row, c: u32) -> Two {
+// Columns c .. c + 8 of a row of the weight.
+fn weight_eight(row: Row, c: u32) -> Eight {
+    var v: Eight;
     if c >= p.in_features {
-        return Two(vec4(0u), vec4(0u));
+        return v;
     }
     if WIDE {
-        return stored_eight(row, c);
+        return eight(row, c);
     }
-    var v: Two;
     for (var i = 0u; i < min(8u, p.in_features - c); i++) {
-        let column = bitcast<u32>(element(row, c + i));
         if i < 4u {
-            v.first[i] = column;
+            v.low[i] = element(row, c + i);
         } else {
-            v.second[i - 4u] = column;
+            v.high[i - 4u] = element(row, c + i);
         }
     }
     return v;
 }
 
-fn decoded(v: Two) -> Eight {
-    if WIDE {
-        return decode_eight(v);
-    }
-    return Eight(bitcast<vec4<f32>>(v.first), bitcast<vec4<f32>>(v.second));
-}
-
 // What vec4s of a column are swapped with.
 fn turn(c: u32) -> u32 {
-    return c / 4u * (32u / DEPTH);
+    return c / 4u * 2u;
 }
 
 // Puts columns c .. c + 4 of a row there.
@@ -96,37 +82,27 @@ fn outer(v: vec4<f32>, w: vec4<f32>) -> mat4x4<f32> {
     return mat4x4(v.x * w, v.y * w, v.z * w, v.w * w);
 }
 
-// Adds what the columns in workgroup memory give; rows from `n_rows` on are left out, in whole runs of 64 or of what a subgroup has.
+// Adds what the columns in workgroup memory give. Rows from `n_rows` on are left out where a whole subgroup has none.
 fn multiply(sums: ptr<function, Sums>, thread: u32, n_rows: u32) {
     let row = thread / 16u;
     if 4u * row >= n_rows {
         return;
     }
-    let both = ROWS > 64u && 64u + 4u * row < n_rows;
     for (var c = 0u; c < DEPTH; c++) {
-        let w_at = c * (WEIGHTS / 4u) + ((thread % 16u) ^ turn(c));
-        let x_at = c * (ROWS / 4u) + (row ^ turn(c));
-        let low = weight_tile[w_at];
-        let v = x_tile[x_at];
-        (*sums).first_low += outer(v, low);
+        let at = c * (WEIGHTS / 4u) + ((thread % 16u) ^ turn(c));
+        let v = x_tile[c * (ROWS / 4u) + (row ^ turn(c))];
+        (*sums).low += outer(v, weight_tile[at]);
         if WEIGHTS > 64u {
-            (*sums).first_high += outer(v, weight_tile[w_at + 16u]);
-        }
-        if both {
-            let v = x_tile[x_at + 16u];
-            (*sums).second_low += outer(v, low);
-            if WEIGHTS > 64u {
-                (*sums).second_high += outer(v, weight_tile[w_at + 16u]);
-            }
+            (*sums).high += outer(v, weight_tile[at + 16u]);
         }
     }
 }
 
-// Row of x that a thread loads, and row of the weight: each of those a tile has, and none where it is behind the last.
+// Rows of x and of the weight that a thread loads, the latter behind the last for some threads.
 fn x_row_of(thread: u32) -> u32 { return thread / (DEPTH / 4u); }
 fn weight_row_of(thread: u32) -> u32 { return thread / (DEPTH / 8u); }
 
-// The sums of a tile with `n_rows` rows. `x_start` and `weight` are where the rows start that the thread loads; those of x are nothing
+// The sums of a tile with `n_rows` rows. `x_start` and `weight` are where the rows start that the thread loads; that of x is nothing
 // unless `inside`. Leaves the squares of each row of x for `squares_of` where there is a norm.
 fn product(thread: u32, n_rows: u32, x_start: u32, inside: bool, weight: Row) -> Sums {
     var sums: Sums;
@@ -136,34 +112,27 @@ fn product(thread: u32, n_rows: u32, x_start: u32, inside: bool, weight: Row) ->
     let weight_row = weight_row_of(thread);
     let weight_column = 8u * (thread % (DEPTH / 8u));
     let loads_weight = weight_row < WEIGHTS;
-    var x_next = x_four(x_start, inside, x_column);
-    var norm_next = norm_of(x_column);
-    var weight_next: Two;
-    if loads_weight {
-        weight_next = weight_eight(weight, weight_column);
-    }
     for (var c = 0u; c < p.in_features; c += DEPTH) {
+        var v = x_four(x_start, inside, c + x_column);
         if NORM != NONE {
-            squares += dot(x_next, x_next);
-            x_next *= norm_next;
+            squares += dot(v, v);
+            v *= norm_of(c + x_column);
         }
-        put_x(x_row, x_column, x_next);
+        var columns: Eight;
         if loads_weight {
-            let columns = decoded(weight_next);
+            columns = weight_eight(weight, c + weight_column);
+        }
+        workgroupBarrier();
+        put_x(x_row, x_column, v);
+        if loads_weight {
             put_weight(weight_row, weight_column, columns.low);
             put_weight(weight_row, weight_column + 4u, columns.high);
         }
         workgroupBarrier();
-        let next = c + DEPTH;
-        x_next = x_four(x_start, inside, next + x_column);
-        norm_next = norm_of(next + x_column);
-        if loads_weight {
-            weight_next = weight_eight(weight, next + weight_column);
-        }
         multiply(&sums, thread, n_rows);
-        workgroupBarrier();
     }
     if NORM != NONE {
+        workgroupBarrier();
         x_tile[x_row][x_column / 4u] = squares;
         workgroupBarrier();
     }
@@ -172,6 +141,5 @@ fn product(thread: u32, n_rows: u32, x_start: u32, inside: bool, weight: Row) ->
 
 // The sum of the squares of a row.
 fn squares_of(row: u32) -> f32 {
-    let parts = x_tile[row];
-    return parts.x + parts.y + select(parts.z + parts.w, 0.0, DEPTH < 16u);
+    return dot(x_tile[row], vec4(1.0));
 }

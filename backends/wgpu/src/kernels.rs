@@ -105,8 +105,6 @@ const FORMAT: &[u32] = &[0, 1, 2];
 /// The same of what matmuls and experts take.
 const ANY_FORMAT: &[u32] = &[0, 1, 2, 4, 5, 6];
 const FLAG: &[u32] = &[0, 1];
-/// Rows or outputs of a tile.
-const TILE: &[u32] = &[64, 128];
 /// None, together, apart.
 const GLU: &[u32] = &[0, 1, 2];
 
@@ -143,7 +141,7 @@ kernels! {
     }
     MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows, Tile] writes 1 reads 7 params 15 {
         FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
-        ROWS: TILE, OUTPUTS: TILE,
+        OUTPUTS: &[64, 128],
     }
     ROPE_CACHE = "rope_cache" [Format, Team] writes 2 reads 6 params 14 {
         WORKGROUP: &[64], KV_BF16: FLAG, GATED: FLAG, Q_NORM: OPTIONAL, K_NORM: OPTIONAL,
@@ -152,7 +150,7 @@ kernels! {
         KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64], GATED: FLAG,
     }
     ATTENTION_TILED = "attention_tiled" [Format] writes 1 reads 6 params 14 {
-        KV_BF16: FLAG, HEAD_DIM: &[16, 72, 256], HEADS: &[1, 8], TOKENS: &[32, 64], VALUES: &[8], GATED: FLAG,
+        KV_BF16: FLAG, HEAD_DIM: &[16, 72, 256], HEADS: &[1, 8], VALUES: &[4, 64], GATED: FLAG,
     }
     ATTENTION_MERGE = "attention_merge" [] writes 1 reads 3 params 5 {
         SPLITS: &[2, 64], HEAD_DIM: &[8, 128], GATED: FLAG,
@@ -172,9 +170,9 @@ kernels! {
     EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8],
     }
-    EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64, 128] }
+    EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
     EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows, Tile] writes 1 reads 4 params 22 {
-        FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, ROWS: TILE, OUTPUTS: TILE,
+        FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, OUTPUTS: &[64, 128],
     }
     TABLE_CHANGES = "table_changes" [] writes 1 reads 1 params 2 {}
     COMBINE = "combine" [] writes 1 reads 4 params 8 { SHARED: FLAG }

@@ -19,13 +19,11 @@ const BUSY: usize = 256;
 /// Parts of a sequence, at most: the merge reads them all.
 const MAX_SPLITS: usize = 64;
 
-/// Queries of a tile, and dimensions of them that lie in workgroup memory at a time.
-const QUERIES: u32 = 64;
-const DEPTH: u32 = 16;
-/// Dimensions of a head that tiles have sums for.
+/// Queries and threads of a tile.
+const TILE_QUERIES: u32 = 32;
+const TILE_THREADS: u32 = 128;
+/// Dimensions of a head that a tile has sums for.
 const MAX_TILED_DIM: u32 = 256;
-/// Bytes of workgroup memory in which tiles meet 64 tokens at a time.
-const LONG_TILE_BYTES: u32 = 26 << 10;
 
 /// What the kernel cannot do.
 pub(super) fn supports(op: &Attention) -> Result<(), String> {
@@ -111,20 +109,17 @@ impl Read {
 fn tiles(op: &Attention, read: &Read, out: Slot, recorder: &mut Recorder<'_>) {
     let p = &op.p;
     let group = p.n_heads / p.n_kv_heads;
-    let heads = group.min(QUERIES);
+    let heads = group.min(TILE_QUERIES);
     let n_blocks = group.div_ceil(heads);
-    let is_long = recorder.gpu.limits.max_compute_workgroup_storage_size >= LONG_TILE_BYTES;
-    let tokens: u32 = if is_long { 64 } else { 32 };
-    // Values lie where queries and keys did.
-    let values = (DEPTH * (QUERIES + tokens) / p.head_dim).min(8 * THREADS / p.head_dim).min(tokens);
-    let n_workgroups = p.n_rows.div_ceil(QUERIES / heads) * p.n_kv_heads * n_blocks;
+    // Values come eight dimensions a thread, those of up to 64 tokens at a time.
+    let values = (8 * TILE_THREADS / p.head_dim).min(64);
+    let n_workgroups = p.n_rows.div_ceil(TILE_QUERIES / heads) * p.n_kv_heads * n_blocks;
     recorder.call(Call {
         kernel: &ATTENTION_TILED,
         constants: vec![
             ("KV_BF16", (op.kv.format == Format::Bf16) as u32),
             ("HEAD_DIM", p.head_dim),
             ("HEADS", heads),
-            ("TOKENS", tokens),
             ("VALUES", 1 << values.ilog2()),
             ("GATED", op.gate.is_some() as u32),
         ],

@@ -4,7 +4,7 @@
 use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
-    matmul::{FEW_ROWS, THREADS, Tile, wide_cols},
+    matmul::{FEW_ROWS, THREADS, TILE, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -19,7 +19,7 @@ use crate::{
 /// Routes whose ids every workgroup can search for those of its expert.
 const SEARCHED_ROUTES: u32 = 256;
 /// Routes of an expert, on the average, up to which weights are read once for every two.
-const FEW_ROUTES: u32 = 16;
+const FEW_ROUTES: u32 = 8;
 /// Routes of a tile in that case.
 const FEW_TILE: u32 = 16;
 
@@ -116,15 +116,14 @@ impl Walk {
             let (routes, n) = group(op, &ids, FEW_TILE, recorder);
             return few(SORTED, routes, n, n);
         }
-        let tile = Tile::LONG;
-        let (routes, n) = group(op, &ids, tile.rows, recorder);
+        let (routes, n) = group(op, &ids, TILE, recorder);
         Walk {
             kernel: &EXPERT_MLP_TILED,
-            constants: vec![("WIDE", wide as u32), ("ROWS", tile.rows)],
+            constants: vec![("WIDE", wide as u32)],
             routes,
             routes_at: n,
             n,
-            outputs: [tile.weights / 2, tile.weights],
+            outputs: [TILE, 2 * TILE],
         }
     }
 }

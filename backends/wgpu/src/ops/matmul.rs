@@ -21,36 +21,10 @@ const PAIRED_ROWS: usize = 4;
 pub(super) const THREADS: u32 = 128;
 /// Outputs of a row below which a workgroup shares the columns of each four rows.
 const FEW_OUTPUTS: usize = 8192;
+/// Rows of x that a workgroup of tile.wgsl takes, and of the weight the fewest.
+pub(super) const TILE: u32 = 64;
 /// Workgroups of tiles that keep a large device busy.
 const BUSY: u32 = 256;
-
-/// What a workgroup of tile.wgsl computes: so many rows of x, and rows of the weight.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Tile {
-    pub(super) rows: u32,
-    pub(super) weights: u32,
-}
-
-impl Tile {
-    const SMALL: Tile = Tile { rows: 64, weights: 64 };
-    /// The smallest with room for gate and up.
-    pub(super) const LONG: Tile = Tile { rows: 64, weights: 128 };
-    pub(super) const LARGE: Tile = Tile { rows: 128, weights: 128 };
-
-    /// The largest of which there are enough.
-    fn choose(n_rows: u32, weights: u32, glu: Glu, gpu: &Gpu) -> Tile {
-        let enough = |tile: &Tile| {
-            gpu.is_parallel && n_rows.div_ceil(tile.rows) * weights.div_ceil(tile.weights) >= BUSY
-        };
-        if enough(&Tile::LARGE) {
-            Tile::LARGE
-        } else if glu == Glu::Together || enough(&Tile::LONG) {
-            Tile::LONG
-        } else {
-            Tile::SMALL
-        }
-    }
-}
 
 /// Rows of a matrix that one binding holds.
 pub(super) fn window_rows(gpu: &Gpu, row_bytes: usize) -> usize {
@@ -221,10 +195,12 @@ fn part(op: &MatMul, recorder: &mut Recorder<'_>, run: &Run<'_>, outputs: Range<
             (&MATMUL_FEW, recorder.grid(rows.div_ceil(outputs as usize)))
         }
         _ => {
-            let tile = Tile::choose(p.n_rows, rows as u32 * per_glu, glu, recorder.gpu);
-            let outputs = tile.weights / per_glu;
-            constants.extend([("WIDE", wide as u32), ("ROWS", tile.rows), ("OUTPUTS", outputs)]);
-            (&MATMUL_TILED, [(rows as u32).div_ceil(outputs), p.n_rows.div_ceil(tile.rows), 1])
+            // A tile of twice as many outputs reads less, and has room for gate and up; but many cores want many tiles.
+            let tiles = p.n_rows.div_ceil(TILE) * (rows as u32).div_ceil(2 * TILE);
+            let is_long = glu != Glu::Together && recorder.gpu.is_parallel && tiles >= BUSY;
+            let outputs = if is_long { 2 * TILE } else { TILE };
+            constants.extend([("WIDE", wide as u32), ("OUTPUTS", outputs)]);
+            (&MATMUL_TILED, [(rows as u32).div_ceil(outputs), p.n_rows.div_ceil(TILE), 1])
         }
     };
     let slots = vec![out, x, gathered, norm, codes, scales, globals, bias];
