@@ -35,8 +35,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The same where a CPU plays the GPU.
 const SOFTWARE_PATIENCE: Duration = Duration::from_secs(600);
 
-/// Rows of a prefill step: the experts' rows are computed this many at a time anyway.
-const PREFILL_ROWS: usize = 1024;
+/// Rows of a prefill step: of more, experts would have more rows a tile, and activations more memory.
+const PREFILL_ROWS: usize = 2048;
 /// The same on cooperative matrices, which are done with a weight sooner than it is read again.
 const COOPERATIVE_PREFILL_ROWS: usize = 4096;
 /// The same where a CPU plays the GPU.

@@ -43,6 +43,8 @@ enum Link {
     Cooperative,
     /// Rows of halves times rows of a weight.
     CooperativeTile,
+    /// A tile of rows of x times one of rows of a weight.
+    Tile,
     /// The n-th largest of many.
     Select,
 }
@@ -89,6 +91,7 @@ impl Kernel {
             Link::Cooperative => include_str!("../../../shaders/cooperative.wgsl"),
             Link::CooperativeTile => include_str!("../../../shaders/cooperative_tile.wgsl"),
             Link::Experts => include_str!("../../../shaders/experts.wgsl"),
+            Link::Tile => include_str!("../../../shaders/tile.wgsl"),
             Link::Chunks => match linkage.chunks {
                 Chunks::Apart(1) => include_str!("../../../shaders/chunks_1.wgsl"),
                 Chunks::Apart(2) => include_str!("../../../shaders/chunks_2.wgsl"),
@@ -146,9 +149,9 @@ kernels! {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
         ACCUMULATE: FLAG, QUADS: &[2, 4], OUTPUTS: &[16],
     }
-    MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows] writes 1 reads 7 params 15 {
+    MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows, Tile] writes 1 reads 7 params 15 {
         FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
-        TILE: &[64],
+        OUTPUTS: &[64, 128],
     }
     MATMUL_COOPERATIVE = "matmul_cooperative" [Cooperative, Format, Matmul, Rows, CooperativeTile]
         writes 1 reads 7 params 15 {
@@ -162,6 +165,9 @@ kernels! {
     }
     ATTENTION = "attention" [Format] writes 2 reads 6 params 14 {
         KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64], GATED: FLAG,
+    }
+    ATTENTION_TILED = "attention_tiled" [Format] writes 1 reads 6 params 14 {
+        KV_BF16: FLAG, HEAD_DIM: &[16, 72, 256], HEADS: &[1, 8], VALUES: &[4, 64], GATED: FLAG,
     }
     ATTENTION_MERGE = "attention_merge" [] writes 1 reads 3 params 5 {
         SPLITS: &[2, 64], HEAD_DIM: &[8, 128], GATED: FLAG,
@@ -182,8 +188,8 @@ kernels! {
         WORKGROUP: &[64, 128], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8], SPLIT: FLAG,
     }
     EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
-    EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows] writes 1 reads 4 params 22 {
-        FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, TILE: &[64], OUTPUTS: &[64],
+    EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows, Tile] writes 1 reads 4 params 22 {
+        FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, OUTPUTS: &[64, 128],
     }
     EXPERT_MLP_COOPERATIVE = "expert_mlp_cooperative" [Cooperative, Chunks, Format, Experts, Rows, CooperativeTile]
         writes 1 reads 4 params 22 {

@@ -1,10 +1,12 @@
-//! See [`freetoken_backend::Attention`]: one pass, or parts of each sequence and a merge where there are few rows.
+//! See [`freetoken_backend::Attention`]: many rows in tiles; else one pass, or parts of each sequence and a merge where there are few
+//! rows.
 
 use freetoken_backend::{Attention, Format, KvCache, PAGE_TOKENS};
 
+use super::matmul::FEW_ROWS;
 use crate::{
     dispatch::{Call, Recorder},
-    kernels::{ATTENTION, ATTENTION_MERGE},
+    kernels::{ATTENTION, ATTENTION_MERGE, ATTENTION_TILED},
     memory::Slot,
 };
 
@@ -16,6 +18,12 @@ const KEY_BYTES: u32 = 4096;
 const BUSY: usize = 256;
 /// Parts of a sequence, at most: the merge reads them all.
 const MAX_SPLITS: usize = 64;
+
+/// Queries and threads of a tile.
+const TILE_QUERIES: u32 = 32;
+const TILE_THREADS: u32 = 128;
+/// Dimensions of a head that a tile has sums for.
+const MAX_TILED_DIM: u32 = 256;
 
 /// What the kernel cannot do.
 pub(super) fn supports(op: &Attention) -> Result<(), String> {
@@ -31,6 +39,101 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
     let (n, n_heads, d) = (p.n_rows as usize, p.n_heads as usize, p.head_dim as usize);
     // Its flops are data: what they are when every sequence is as long as it can be.
     recorder.work = 4 * (n * n_heads * d * p.max_pages as usize * PAGE_TOKENS) as u64;
+    let read = Read::of(op, recorder);
+    let out = recorder.words(&op.out, n * n_heads * d);
+    if n > FEW_ROWS && p.head_dim <= MAX_TILED_DIM && read.q.is_wide() {
+        tiles(op, &read, out, recorder);
+    } else {
+        rows(op, &read, out, recorder);
+    }
+}
+
+/// What both ways read.
+struct Read {
+    q: Slot,
+    kv: Slot,
+    block_table: Slot,
+    sequences: Slot,
+    positions: Slot,
+    gate: Slot,
+    gate_width: u32,
+}
+
+impl Read {
+    fn of(op: &Attention, recorder: &Recorder<'_>) -> Self {
+        let p = &op.p;
+        let (n, d) = (p.n_rows as usize, p.head_dim as usize);
+        let kv_bytes = op.kv.n_pages * KvCache::page_bytes(op.kv.format, p.n_kv_heads as usize, d);
+        let (gate, gate_width) = match &op.gate {
+            Some(gate) => (recorder.words(&gate.rows, n * gate.width as usize), gate.width),
+            None => (recorder.nothing(), 0),
+        };
+        Read {
+            q: recorder.words(&op.q, n * p.n_heads as usize * d),
+            kv: recorder.slot(&op.kv.view, kv_bytes),
+            block_table: recorder.words(&op.block_table, (p.n_sequences * p.max_pages) as usize),
+            sequences: recorder.words(&op.sequences, n),
+            positions: recorder.words(&op.positions, n),
+            gate,
+            gate_width,
+        }
+    }
+
+    fn slots(&self) -> [Slot; 6] {
+        [&self.q, &self.kv, &self.block_table, &self.sequences, &self.positions, &self.gate].map(Slot::clone)
+    }
+
+    /// Parameters of a kernel that takes the heads of a key-value head in so many blocks.
+    fn params(&self, op: &Attention, n_blocks: u32, out: &Slot) -> [u32; 14] {
+        let p = &op.p;
+        [
+            p.n_rows,
+            p.max_pages,
+            p.n_heads,
+            p.n_kv_heads,
+            p.scale.to_bits(),
+            n_blocks,
+            out.at(4),
+            self.q.at(4),
+            self.kv.at(16),
+            self.block_table.at(4),
+            self.sequences.at(4),
+            self.positions.at(4),
+            self.gate_width,
+            self.gate.at(4),
+        ]
+    }
+}
+
+/// In tiles of queries.
+fn tiles(op: &Attention, read: &Read, out: Slot, recorder: &mut Recorder<'_>) {
+    let p = &op.p;
+    let group = p.n_heads / p.n_kv_heads;
+    let heads = group.min(TILE_QUERIES);
+    let n_blocks = group.div_ceil(heads);
+    // Values come eight dimensions a thread, those of up to 64 tokens at a time.
+    let values = (8 * TILE_THREADS / p.head_dim).min(64);
+    let n_workgroups = p.n_rows.div_ceil(TILE_QUERIES / heads) * p.n_kv_heads * n_blocks;
+    recorder.call(Call {
+        kernel: &ATTENTION_TILED,
+        constants: vec![
+            ("KV_BF16", (op.kv.format == Format::Bf16) as u32),
+            ("HEAD_DIM", p.head_dim),
+            ("HEADS", heads),
+            ("VALUES", 1 << values.ilog2()),
+            ("GATED", op.gate.is_some() as u32),
+        ],
+        slots: [out.clone()].into_iter().chain(read.slots()).collect(),
+        chunks: &[],
+        params: &read.params(op, n_blocks, &out),
+        workgroups: recorder.grid(n_workgroups as usize),
+    });
+}
+
+/// Row by row.
+fn rows(op: &Attention, read: &Read, result: Slot, recorder: &mut Recorder<'_>) {
+    let p = &op.p;
+    let (n, n_heads, d) = (p.n_rows as usize, p.n_heads as usize, p.head_dim as usize);
     let group = p.n_heads / p.n_kv_heads;
     let heads = group.min(4 * THREADS / p.head_dim).max(1);
     let n_blocks = group.div_ceil(heads);
@@ -38,8 +141,6 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
     let n_workgroups = n * (p.n_kv_heads * n_blocks) as usize;
     let longest = (p.max_pages as usize * PAGE_TOKENS).div_ceil(tokens as usize);
     let splits = BUSY.div_ceil(n_workgroups).min(MAX_SPLITS).min(longest.max(1));
-
-    let result = recorder.words(&op.out, n * n_heads * d);
     let (out, peaks) = if splits == 1 {
         // Nobody writes peaks then.
         (result.clone(), Slot::whole(&recorder.scratch.get(recorder.gpu, "attention.peaks", 8)))
@@ -50,33 +151,7 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
             Slot::whole(&recorder.scratch.get(recorder.gpu, "attention.peaks", bytes * 8)),
         )
     };
-    let q = recorder.words(&op.q, n * n_heads * d);
-    let kv = recorder
-        .slot(&op.kv.view, op.kv.n_pages * KvCache::page_bytes(op.kv.format, p.n_kv_heads as usize, d));
-    let block_table = recorder.words(&op.block_table, (p.n_sequences * p.max_pages) as usize);
-    let sequences = recorder.words(&op.sequences, n);
-    let positions = recorder.words(&op.positions, n);
-    let (gate, gate_width) = match &op.gate {
-        Some(gate) => (recorder.words(&gate.rows, n * gate.width as usize), gate.width),
-        None => (recorder.nothing(), 0),
-    };
     let gated = ("GATED", op.gate.is_some() as u32);
-    let params = [
-        p.n_rows,
-        p.max_pages,
-        p.n_heads,
-        p.n_kv_heads,
-        p.scale.to_bits(),
-        n_blocks,
-        out.at(4),
-        q.at(4),
-        kv.at(16),
-        block_table.at(4),
-        sequences.at(4),
-        positions.at(4),
-        gate_width,
-        gate.at(4),
-    ];
     recorder.call(Call {
         kernel: &ATTENTION,
         constants: vec![
@@ -87,18 +162,18 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
             ("SPLITS", splits as u32),
             gated,
         ],
-        slots: vec![out.clone(), peaks.clone(), q, kv, block_table, sequences, positions, gate.clone()],
+        slots: [out.clone(), peaks.clone()].into_iter().chain(read.slots()).collect(),
         chunks: &[],
-        params: &params,
+        params: &read.params(op, n_blocks, &out),
         workgroups: recorder.grid(n_workgroups * splits),
     });
     if splits > 1 {
         recorder.work = (n * n_heads * d * splits) as u64;
-        let params = [p.n_rows, p.n_heads, result.at(4), gate_width, gate.at(4)];
+        let params = [p.n_rows, p.n_heads, result.at(4), read.gate_width, read.gate.at(4)];
         recorder.call(Call {
             kernel: &ATTENTION_MERGE,
             constants: vec![("SPLITS", splits as u32), ("HEAD_DIM", p.head_dim), gated],
-            slots: vec![result, out, peaks, gate],
+            slots: vec![result, out, peaks, read.gate.clone()],
             chunks: &[],
             params: &params,
             workgroups: recorder.grid(n * n_heads),

@@ -5,7 +5,7 @@ use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
 
 use super::{
     half_rows::{self, Rows},
-    matmul::{COOPERATIVE_TILE, FEW_ROWS, THREADS, sharing_threads, wide_cols},
+    matmul::{COOPERATIVE_TILE, FEW_ROWS, THREADS, TILE, sharing_threads, wide_cols},
     pool_only,
     route::MAX_EXPERTS,
 };
@@ -20,11 +20,9 @@ use crate::{
 /// Routes whose ids every workgroup can search for those of its expert.
 const SEARCHED_ROUTES: u32 = 256;
 /// Routes of an expert, on the average, up to which weights are read once for every two.
-const FEW_ROUTES: u32 = 16;
+const FEW_ROUTES: u32 = 8;
 /// Routes of a tile in that case.
 const FEW_TILE: u32 = 16;
-/// Routes and outputs of a tile where there are more.
-const TILE: u32 = 64;
 
 /// What the device lacks for it.
 pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
@@ -143,11 +141,11 @@ impl Walk {
         let (routes, n) = group(op, &ids, TILE, recorder);
         Walk {
             kernel: &EXPERT_MLP_TILED,
-            constants: [(); 2].map(|()| vec![("WIDE", wide as u32), ("TILE", TILE)]),
+            constants: [(); 2].map(|()| vec![("WIDE", wide as u32)]),
             routes,
             routes_at: n,
             n,
-            outputs: [TILE, TILE],
+            outputs: [TILE, 2 * TILE],
         }
     }
 }

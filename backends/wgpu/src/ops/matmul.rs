@@ -22,8 +22,10 @@ const PAIRED_ROWS: usize = 4;
 pub(super) const THREADS: u32 = 128;
 /// Outputs of a row below which a workgroup shares the columns of each four rows.
 const FEW_OUTPUTS: usize = 8192;
-/// Rows and outputs of a tile.
-const TILE: u32 = 64;
+/// Rows of x that a workgroup of tile.wgsl takes, and of the weight the fewest.
+pub(super) const TILE: u32 = 64;
+/// Workgroups of tiles that keep a large device busy.
+const BUSY: u32 = 256;
 /// Rows of x, and of weights, of a tile on cooperative matrices.
 pub(super) const COOPERATIVE_TILE: [u32; 2] = [64, 128];
 
@@ -233,8 +235,12 @@ fn part(
             (&MATMUL_COOPERATIVE, [(rows as u32).div_ceil(across / per_glu), p.n_rows.div_ceil(down), 1])
         }
         _ => {
-            constants.extend([("WIDE", wide as u32), ("TILE", TILE)]);
-            (&MATMUL_TILED, [(rows as u32).div_ceil(TILE), p.n_rows.div_ceil(TILE), 1])
+            // A tile of twice as many outputs reads less, and has room for gate and up; but many cores want many tiles.
+            let tiles = p.n_rows.div_ceil(TILE) * (rows as u32).div_ceil(2 * TILE);
+            let is_long = glu != Glu::Together && recorder.gpu.is_parallel && tiles >= BUSY;
+            let outputs = if is_long { 2 * TILE } else { TILE };
+            constants.extend([("WIDE", wide as u32), ("OUTPUTS", outputs)]);
+            (&MATMUL_TILED, [(rows as u32).div_ceil(outputs), p.n_rows.div_ceil(TILE), 1])
         }
     };
     let slots = vec![out, x, gathered, norm, codes, scales, globals, bias];
