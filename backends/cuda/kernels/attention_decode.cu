@@ -3,15 +3,17 @@
 //
 // q, out f32 [n_rows, n_heads, head_dim]; cache [page][k|v][kv_head][16][head_dim], f32 or bf16; block_table i32
 // [n_sequences, max_pages]. A block owns one row, up to HEADS query heads of one kv head (which share each key and value it
-// reads) and one of gridDim.x ranges of positions; the length is data, so blocks beyond it leave. LPT lanes hold a token's
-// head_dim = 8 * LPT dimensions, 8 each; each group of LPT lanes keeps its own running maximum and sum; groups, then warps,
-// are merged in the block. With several ranges the partial results go to scratch, and the last block of a (row, heads)
+// reads) and one of gridDim.y ranges of positions; the length is data, so blocks beyond it leave, behind those that have work.
+// Its warps are SETS of four: each set walks the range for its share of the heads, and L1 has what another set has read. LPT lanes
+// hold a token's head_dim = 8 * LPT dimensions, 8 each; each group of LPT lanes keeps its own running maximum and sum; groups,
+// then warps, are merged in the block. With several ranges the partial results go to scratch, and the last block of a (row, heads)
 // merges them; its counter is zero before and after. Arithmetic is f32. Bytes: the keys and values once. Bound by memory
 // bandwidth for long contexts, by latency for short ones.
 #include "attention.cuh"
 
+// Warps of a set.
 constexpr int WARPS = 4;
-// Tokens whose keys a lane has under way together.
+// Tokens whose keys and values a lane has under way together.
 constexpr int BATCH = 4;
 // Ranges are a multiple of this many tokens.
 constexpr u32 RANGE_TOKENS = 32;
@@ -24,16 +26,26 @@ constexpr u32 LONG_RANGE = 128;
   AttentionParams p, float *out, const float *q, const void *kv, const int *block_table, \
       const int *sequences, const int *positions, const float *gates, u32 gate_width
 
+// Eight elements as they lie in memory.
 template <class E>
-__device__ __forceinline__ void load8(const typename E::Element* from, float (&out)[8]) {
+struct Eight {
+  uint4 raw[8 / E::PER_16_BYTES];
+
+  __device__ __forceinline__ void load(const typename E::Element* from) {
 #pragma unroll
-  for (int i = 0; i < 8; i += E::PER_16_BYTES) {
-    float part[E::PER_16_BYTES];
-    E::unpack(*(const uint4*)(from + i), part);
-#pragma unroll
-    for (int j = 0; j < E::PER_16_BYTES; j++) out[i + j] = part[j];
+    for (int i = 0; i < 8 / E::PER_16_BYTES; i++) raw[i] = ((const uint4*)from)[i];
   }
-}
+
+  __device__ __forceinline__ void unpack(float (&out)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; i += E::PER_16_BYTES) {
+      float part[E::PER_16_BYTES];
+      E::unpack(raw[i / E::PER_16_BYTES], part);
+#pragma unroll
+      for (int j = 0; j < E::PER_16_BYTES; j++) out[i + j] = part[j];
+    }
+  }
+};
 
 // Part of a softmax over scores in powers of two: the maximum, the sum below it and the mixed values.
 template <int HEADS>
@@ -41,32 +53,35 @@ struct Softmax {
   float max[HEADS], sum[HEADS], mixed[HEADS][8];
 };
 
-template <class E, int LPT, int HEADS>
+template <class E, int LPT, int HEADS, int SETS>
 __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32* counters) {
   constexpr u32 D = 8 * LPT;
   constexpr u32 TOKENS = 32 / LPT;  // of a warp at a time
+  constexpr int OWN = HEADS / SETS;   // heads of a warp
   typedef typename E::Element Element;
   __shared__ float shared_mixed[WARPS][HEADS][D];
   __shared__ float shared_max[WARPS][HEADS], shared_sum[WARPS][HEADS];
 
-  begin_kernel();
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 row = blockIdx.z, range = blockIdx.x, n_ranges = gridDim.x;
+  start_next_kernel();
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
+  const u32 own = threadIdx.x / 32 / WARPS * OWN;  // this warp's first head, in the block
+  const u32 row = blockIdx.z, range = blockIdx.y, n_ranges = gridDim.y;
   const u32 group = p.n_heads / p.n_kv_heads;
   const u32 blocks_per_group = (group + HEADS - 1) / HEADS;
-  const u32 kv_head = blockIdx.y / blocks_per_group;
-  const u32 first_in_group = blockIdx.y % blocks_per_group * HEADS;
+  const u32 kv_head = blockIdx.x / blocks_per_group;
+  const u32 first_in_group = blockIdx.x % blocks_per_group * HEADS;
   const u32 first_head = kv_head * group + first_in_group;
   const u32 n_heads = min((u32)HEADS, group - first_in_group);
 
-  const int sequence = sequences[row];
+  const int sequence = sequences[row], position = positions[row];
   if (sequence < 0) {
     if (range == 0) {
+      begin_kernel();
       for (u32 i = threadIdx.x; i < n_heads * D; i += blockDim.x) out[((i64)row * p.n_heads + first_head) * D + i] = 0.0f;
     }
     return;
   }
-  const u32 length = min((u32)positions[row] + 1, p.max_pages * PAGE_TOKENS);
+  const u32 length = min((u32)position + 1, p.max_pages * PAGE_TOKENS);
   const u32 few = min(n_ranges, FEW_RANGES), long_range = min((length + few - 1) / few, LONG_RANGE);
   const u32 shortest = max((length + n_ranges - 1) / n_ranges, long_range);
   const u32 tokens_per_range = (shortest + RANGE_TOKENS - 1) / RANGE_TOKENS * RANGE_TOKENS;
@@ -74,15 +89,32 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
   if (range >= n_live) return;
   const u32 begin = range * tokens_per_range, end = min(begin + tokens_per_range, length);
   const int* pages = block_table + (i64)sequence * p.max_pages;
+  begin_kernel();
 
   const u32 dimension = lane % LPT * 8;
-  float query[HEADS][8];
-  Softmax<HEADS> state;
+  const i64 value_offset = (i64)p.n_kv_heads * PAGE_TOKENS * D;
+  Eight<E> keys[BATCH], values[BATCH];
+  const auto load = [&](u32 first) {
 #pragma unroll
-  for (int h = 0; h < HEADS; h++) {
-    const u32 head = first_head + min((u32)h, n_heads - 1);
-    const float* from = q + ((i64)row * p.n_heads + head) * D + dimension;
-    load8<F32>(from, query[h]);
+    for (int b = 0; b < BATCH; b++) {
+      const u32 token = min(first + b * TOKENS + lane / LPT, end - 1);
+      const i64 page = pages[token / PAGE_TOKENS];
+      const Element* key =
+          (const Element*)kv + ((page * 2 * p.n_kv_heads + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS) * D + dimension;
+      keys[b].load(key);
+      values[b].load(key + value_offset);
+    }
+  };
+  u32 first = begin + warp * BATCH * TOKENS;
+  if (first < end) load(first);
+  float query[OWN][8];
+  Softmax<OWN> state;
+#pragma unroll
+  for (int h = 0; h < OWN; h++) {
+    const u32 head = first_head + min(own + h, n_heads - 1);
+    Eight<F32> row_of_q;
+    row_of_q.load(q + ((i64)row * p.n_heads + head) * D + dimension);
+    row_of_q.unpack(query[h]);
     state.max[h] = NEG_INFINITY;
     state.sum[h] = 0.0f;
 #pragma unroll
@@ -91,41 +123,28 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
       state.mixed[h][i] = 0.0f;
     }
   }
-
-  const i64 value_offset = (i64)p.n_kv_heads * PAGE_TOKENS * D;
-  for (u32 first = begin + warp * BATCH * TOKENS; first < end; first += WARPS * BATCH * TOKENS) {
-    const Element* keys[BATCH];
-    bool live[BATCH];
-    float scores[BATCH][HEADS];
+  while (first < end) {
+    float scores[BATCH][OWN], top[OWN];
+#pragma unroll
+    for (int h = 0; h < OWN; h++) top[h] = state.max[h];
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
-      u32 token = first + b * TOKENS + lane / LPT;
-      live[b] = token < end;
-      token = min(token, end - 1);
-      const i64 page = pages[token / PAGE_TOKENS];
-      keys[b] = (const Element*)kv + ((page * 2 * p.n_kv_heads + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS) * D +
-                dimension;
-    }
-    float top[HEADS];
-#pragma unroll
-    for (int h = 0; h < HEADS; h++) top[h] = state.max[h];
-#pragma unroll
-    for (int b = 0; b < BATCH; b++) {
+      const bool live = first + b * TOKENS + lane / LPT < end;
       float key[8];
-      load8<E>(keys[b], key);
+      keys[b].unpack(key);
 #pragma unroll
-      for (int h = 0; h < HEADS; h++) {
+      for (int h = 0; h < OWN; h++) {
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; i++) score += query[h][i] * key[i];
 #pragma unroll
         for (int lanes = LPT / 2; lanes > 0; lanes /= 2) score += __shfl_xor_sync(FULL_WARP, score, lanes);
-        scores[b][h] = live[b] ? score : NEG_INFINITY;
+        scores[b][h] = live ? score : NEG_INFINITY;
         top[h] = fmaxf(top[h], scores[b][h]);
       }
     }
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
+    for (int h = 0; h < OWN; h++) {
       const float shrink = exp2_below(state.max[h], top[h]);
       state.max[h] = top[h];
       state.sum[h] *= shrink;
@@ -135,20 +154,22 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
       float value[8];
-      load8<E>(keys[b] + value_offset, value);
+      values[b].unpack(value);
 #pragma unroll
-      for (int h = 0; h < HEADS; h++) {
+      for (int h = 0; h < OWN; h++) {
         const float weight = exp2_below(scores[b][h], state.max[h]);
         state.sum[h] += weight;
 #pragma unroll
         for (int i = 0; i < 8; i++) state.mixed[h][i] += weight * value[i];
       }
     }
+    first += WARPS * BATCH * TOKENS;
+    if (first < end) load(first);
   }
 
   // Groups of a warp, then warps of the block.
 #pragma unroll
-  for (int h = 0; h < HEADS; h++) {
+  for (int h = 0; h < OWN; h++) {
     float max = state.max[h];
 #pragma unroll
     for (int lanes = LPT; lanes < 32; lanes *= 2) max = fmaxf(max, __shfl_xor_sync(FULL_WARP, max, lanes));
@@ -161,11 +182,11 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
       float mixed = state.mixed[h][i] * shrink;
 #pragma unroll
       for (int lanes = LPT; lanes < 32; lanes *= 2) mixed += __shfl_xor_sync(FULL_WARP, mixed, lanes);
-      if (lane < LPT) shared_mixed[warp][h][dimension + i] = mixed;
+      if (lane < LPT) shared_mixed[warp][own + h][dimension + i] = mixed;
     }
     if (lane == 0) {
-      shared_max[warp][h] = max;
-      shared_sum[warp][h] = sum;
+      shared_max[warp][own + h] = max;
+      shared_sum[warp][own + h] = sum;
     }
   }
   __syncthreads();
@@ -196,12 +217,12 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
       }
     }
   }
-  if (n_live == 1 || !is_last_block(counters + row * gridDim.y + blockIdx.y, n_live)) return;
+  if (n_live == 1 || !is_last_block(counters + row * gridDim.x + blockIdx.x, n_live)) return;
 
   // What each range weighs in each head, then the ranges' values.
   __shared__ float weights[HEADS][MAX_RANGES];
   const float* records = partial + first_record * RECORD;
-  for (u32 h = warp; h < n_heads; h += WARPS) {
+  for (u32 h = threadIdx.x / 32; h < n_heads; h += WARPS * SETS) {
     constexpr u32 PER_LANE = MAX_RANGES / 32;
     float maxima[PER_LANE], sums[PER_LANE], max = NEG_INFINITY, sum = 0.0f;
 #pragma unroll
@@ -243,22 +264,22 @@ __device__ __forceinline__ void attend(ATTENTION_ARGUMENTS, float* partial, u32*
   }
 }
 
-#define ATTENTION_DECODE(name, E, D, HEADS)                                                                          \
-  extern "C" __global__ void __launch_bounds__(128)                                                                  \
-      attention_decode_##name##_d##D##_h##HEADS(ATTENTION_ARGUMENTS, float* partial, u32* counters) {                \
-    attend<E, D / 8, HEADS>(p, out, q, kv, block_table, sequences, positions, gates, gate_width, partial, counters); \
+#define ATTENTION_DECODE(name, E, D, HEADS, SETS)                                                                        \
+  extern "C" __global__ void __launch_bounds__(128 * SETS)                                                               \
+      attention_decode_##name##_d##D##_h##HEADS(ATTENTION_ARGUMENTS, float* partial, u32* counters) {                    \
+    attend<E, D / 8, HEADS, SETS>(p, out, q, kv, block_table, sequences, positions, gates, gate_width, partial, counters); \
   }
 
-ATTENTION_DECODE(f32, F32, 32, 4)
-ATTENTION_DECODE(f32, F32, 64, 4)
-ATTENTION_DECODE(f32, F32, 128, 4)
-ATTENTION_DECODE(f32, F32, 256, 4)
-ATTENTION_DECODE(bf16, Bf16, 32, 4)
-ATTENTION_DECODE(bf16, Bf16, 64, 1)
-ATTENTION_DECODE(bf16, Bf16, 64, 4)
-ATTENTION_DECODE(bf16, Bf16, 64, 8)
-ATTENTION_DECODE(bf16, Bf16, 128, 1)
-ATTENTION_DECODE(bf16, Bf16, 128, 4)
-ATTENTION_DECODE(bf16, Bf16, 128, 8)
-ATTENTION_DECODE(bf16, Bf16, 256, 4)
-ATTENTION_DECODE(bf16, Bf16, 256, 8)
+ATTENTION_DECODE(f32, F32, 32, 4, 1)
+ATTENTION_DECODE(f32, F32, 64, 4, 1)
+ATTENTION_DECODE(f32, F32, 128, 4, 1)
+ATTENTION_DECODE(f32, F32, 256, 4, 1)
+ATTENTION_DECODE(bf16, Bf16, 32, 4, 1)
+ATTENTION_DECODE(bf16, Bf16, 64, 1, 1)
+ATTENTION_DECODE(bf16, Bf16, 64, 4, 1)
+ATTENTION_DECODE(bf16, Bf16, 64, 8, 2)
+ATTENTION_DECODE(bf16, Bf16, 128, 1, 1)
+ATTENTION_DECODE(bf16, Bf16, 128, 4, 1)
+ATTENTION_DECODE(bf16, Bf16, 128, 8, 2)
+ATTENTION_DECODE(bf16, Bf16, 256, 4, 1)
+ATTENTION_DECODE(bf16, Bf16, 256, 8, 2)

@@ -8,6 +8,7 @@
 
 extern "C" __global__ void __launch_bounds__(128)
     combine(CombineParams p, float* x, const float* parts, const int* ids, const float* rows, const float* gates) {
+  start_next_kernel();
   begin_kernel();
   const u32 column = blockIdx.x * 128 + threadIdx.x;
   const u32 row = blockIdx.y;

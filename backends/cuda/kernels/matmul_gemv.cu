@@ -35,6 +35,7 @@ __device__ __forceinline__ void gemv(const MatMulParams& p, u32 n_columns, float
   }
   float sums[R][N], squares[N];
   dot_rows<W, N, R, U, NORM>(w, from, p.n_rows, norm, norm_format, p.in_features, sums, squares);
+  start_next_kernel();
 
   // Every lane has every sum; element i of the result goes to lane i % 32.
   constexpr int PER_LANE = (N * R + 31) / 32;

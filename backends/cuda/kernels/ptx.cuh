@@ -10,11 +10,19 @@ typedef long long i64;
 // Dynamic shared memory of the block, as bytes.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
-// The first line of a kernel that may come onto the device as soon as the blocks of the kernel before it leave: waits until what
-// that one wrote can be seen.
+// Waits until all can be seen that kernels before this one wrote. A kernel that comes onto the device ahead of its turn reads nothing in
+// front of this but what the host wrote, and writes nothing; of each grid a block comes here, so that grids end in order.
 __device__ __forceinline__ void begin_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The kernel behind this one may come onto the device when all blocks have come here or left. Its blocks crowd on the multiprocessors
+// that are free first, so what reads much is better not in front of others.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

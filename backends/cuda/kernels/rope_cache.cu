@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128)
     rope_cache(RopeCacheParams p, float* q, void* kv, const float* qkv, const void* q_norm, const void* k_norm,
                const float* rotary, const int* positions, const int* kv_slots, u32 kv_format, u32 q_norm_format,
                u32 k_norm_format, u32 n_pages, u32 q_stride) {
-  begin_kernel();
+  start_next_kernel();
   const u32 row = blockIdx.y;
   const u32 lane = threadIdx.x % 32;
   const u32 head = blockIdx.x * 4 + threadIdx.x / 32;
@@ -44,6 +44,8 @@ extern "C" __global__ void __launch_bounds__(128)
     const i64 bank = ((i64)(slot / PAGE_TOKENS) * 2 + (is_value ? 1 : 0)) * p.n_kv_heads + kv_head;
     place = (bank * PAGE_TOKENS + slot % PAGE_TOKENS) * d;
   }
+  const u32 position = min((u32)positions[row], p.max_positions - 1);
+  begin_kernel();
   if (is_value) {
     for (u32 i = lane; i < d; i += 32) cache.store(place + i, x[i]);
     return;
@@ -68,7 +70,6 @@ extern "C" __global__ void __launch_bounds__(128)
   };
 
   const u32 half = p.rotary_dim / 2;
-  const u32 position = min((u32)positions[row], p.max_positions - 1);
   const float* turn = rotary + (i64)position * p.rotary_dim;
   for (u32 i = lane; i < half; i += 32) {
     const float a = normed(i), b = normed(i + half);

@@ -28,6 +28,7 @@ __device__ __forceinline__ void route(ROUTE_ARGUMENTS) {
   for (int n = 0; n < N; n++) from[n] = x + (i64)min((u32)n, p.n_rows - 1) * p.hidden;
   float sums[1][N], squares[N];
   dot_rows<W, N, 1, U, true>(row, from, p.n_rows, norm, norm_format, p.hidden, sums, squares);
+  start_next_kernel();
 
   // Lane n takes row n.
   __shared__ float scales[N];

@@ -10,9 +10,10 @@ use crate::launch::{Arg, CardFacts, Launch, N_COUNTERS, Unsupported};
 const RANGE_TOKENS: u32 = 32;
 /// Most ranges of a row.
 const MAX_RANGES: u32 = 128;
-/// With room for more tokens than these there are two blocks a multiprocessor; with less, those that a short sequence leaves idle
-/// would stand where others could work.
-const LONG_CONTEXT: u32 = 16384;
+/// Blocks for each multiprocessor. Those that a short sequence leaves idle come last, and leave at once.
+const BLOCKS_PER_SM: u32 = 2;
+/// Most heads that the warps of a block share; with more there are two sets of warps.
+const HEADS_OF_A_SET: u32 = 4;
 
 pub(super) fn launches(
     op: &Attention,
@@ -88,14 +89,14 @@ fn decode(op: &Attention, card: &CardFacts) -> (Vec<Launch>, usize) {
     };
     let blocks_per_row = p.n_kv_heads * group.div_ceil(heads);
     let n_blocks = p.n_rows * blocks_per_row;
-    let blocks_per_sm = if p.max_pages * PAGE_TOKENS as u32 > LONG_CONTEXT { 2 } else { 1 };
     // Blocks for all multiprocessors, but no range that could never be used.
     let most = p.max_pages.div_ceil(RANGE_TOKENS / PAGE_TOKENS as u32);
-    let ranges = (blocks_per_sm * card.sms).div_ceil(n_blocks).min(most).clamp(1, MAX_RANGES);
+    let ranges = (BLOCKS_PER_SM * card.sms).div_ceil(n_blocks).min(most).clamp(1, MAX_RANGES);
     let ranges = if n_blocks as usize > N_COUNTERS { 1 } else { ranges };
     let mut scratch = Scratch::default();
     let records = p.n_rows as usize * p.n_heads as usize * ranges as usize;
     let mut args = args(op);
     args.extend([scratch.place(4 * records * (p.head_dim as usize + 4)), Arg::Counters]);
-    (vec![launch(kernel, [ranges, blocks_per_row, p.n_rows], 128, args).early()], scratch.bytes)
+    let threads = 128 * heads.div_ceil(HEADS_OF_A_SET);
+    (vec![launch(kernel, [blocks_per_row, ranges, p.n_rows], threads, args).early()], scratch.bytes)
 }

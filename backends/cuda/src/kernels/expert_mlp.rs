@@ -161,14 +161,14 @@ fn decode_kernels(of: Format, p: &ExpertMlpParams) -> Decode {
             }
         };
     }
-    // Kernels for weights with scales take 1, 2 or 8 rows of an expert at a time; the fewer, the more warps there are. Further
-    // rows read the expert again, out of a cache where it does not come over the link.
+    // Kernels for BF16 take 1, 2 or 16 rows of an expert at a time, those for weights with scales 1, 2 or 8; the fewer, the more
+    // loads are under way. Further rows read the expert again, out of a cache where it does not come over the link.
     let is_sparse = p.n_rows * p.top_k <= 2 * p.n_experts && (p.in_place == 0 || p.n_rows <= 2);
     match (of, p.n_rows) {
         (Format::F32, 0..=1) => kernels!("f32", 1, 4, 16),
         (Format::F32, _) => kernels!("f32", 16, 4, 16),
         (Format::Bf16, 0..=1) => kernels!("bf16", 1, 4, 16),
-        (Format::Bf16, 2..=4) => kernels!("bf16", 4, 4, 16),
+        (Format::Bf16, _) if is_sparse => kernels!("bf16", 2, 4, 16),
         (Format::Bf16, _) => kernels!("bf16", 16, 4, 16),
         (Format::F16, _) => kernels!("f16", 1, 4, 16),
         (Format::Fp8, 0..=1) => kernels!("fp8", 1, 4, 32),
