@@ -24,7 +24,7 @@ const FEW_OUTPUTS: usize = 8192;
 /// Rows of x that a workgroup of tile.wgsl takes, and of the weight the fewest.
 pub(super) const TILE: u32 = 64;
 /// Workgroups of tiles that keep a large device busy.
-const BUSY: u32 = 256;
+const BUSY: u32 = 240;
 
 /// Rows of a matrix that one binding holds.
 pub(super) fn window_rows(gpu: &Gpu, row_bytes: usize) -> usize {
