@@ -179,7 +179,7 @@ kernels! {
     GATED_DELTA_NORM = "gated_delta_norm" [Team] writes 1 reads 3 params 11 { WORKGROUP: &[256] }
     ROUTE_SCORES = "route_scores" [Format, Team] writes 3 reads 4 params 9 {
         WORKGROUP: &[256], ROUTER: FORMAT, NORM: FORMAT, GATE: OPTIONAL, WIDE: FLAG, SPLIT: FLAG,
-        EXPERTS: &[8, 1024], BLOCK: &[4, 1024],
+        EXPERTS: &[10], BLOCK: &[4, 10],
     }
     ROUTE = "route" [Team] writes 2 reads 2 params 5 {
         WORKGROUP: &[256], RENORMALIZE: FLAG, EXPERTS: &[10, 1024],

@@ -25,7 +25,7 @@ const FEW_OUTPUTS: usize = 8192;
 /// Rows of x that a workgroup of tile.wgsl takes, and of the weight the fewest.
 pub(super) const TILE: u32 = 64;
 /// Workgroups of tiles that keep a large device busy.
-const BUSY: u32 = 256;
+const BUSY: u32 = 240;
 /// Rows of x, and of weights, of a tile on cooperative matrices.
 pub(super) const COOPERATIVE_TILE: [u32; 2] = [64, 128];
 
