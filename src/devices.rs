@@ -33,6 +33,8 @@ const AUTO: &[BackendChoice] = &[
 
 /// Memory that a [`ReadProbe`] reads in a pass: a multiple of the largest caches.
 const READ_BYTES: usize = 1 << 30;
+/// What a better pass of a read has more, at least.
+const BETTER: f64 = 1.01;
 
 /// What `--backend` asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -179,16 +181,19 @@ impl<'a> ReadProbe<'a> {
         Ok(self.memory.bytes() as f64 / self.backend.time_read(&self.memory)?)
     }
 
-    /// The best of `n` passes or more, for as long as `time`: a device that was idle takes a while to come to its clock.
+    /// The best pass, once no better one came for this long: a device that was idle takes a while to come to its clock.
     ///
     /// # Errors
     /// The device's answer.
-    pub fn best(&self, n: usize, time: Duration) -> Result<f64, Error> {
-        let (start, mut best) = (Instant::now(), 0.0_f64);
-        let mut n_passes = 0;
-        while n_passes < n || start.elapsed() < time {
-            best = best.max(self.pass()?);
-            n_passes += 1;
+    pub fn best(&self, patience: Duration) -> Result<f64, Error> {
+        let start = Instant::now();
+        let (mut best, mut since) = (self.pass()?, start);
+        while since.elapsed() < patience && start.elapsed() < 10 * patience {
+            let rate = self.pass()?;
+            if rate > best * BETTER {
+                since = Instant::now();
+            }
+            best = best.max(rate);
         }
         Ok(best)
     }

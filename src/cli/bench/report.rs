@@ -20,9 +20,8 @@ use super::{
 };
 use crate::devices::ReadProbe;
 
-/// How often, and how long, memory is read at least to learn how fast it is.
-const READ_PASSES: usize = 8;
-const READ_TIME: Duration = Duration::from_millis(250);
+/// Memory is read again and again until this time has brought nothing better.
+const READ_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Where measurements go.
 #[derive(Debug, Args)]
@@ -57,7 +56,7 @@ pub(super) fn write(path: &Path, text: &str) -> Result<()> {
 
 /// Bytes a second at which the device reads its own memory.
 pub(super) fn read_bandwidth(backend: &dyn Backend) -> Result<f64> {
-    Ok(ReadProbe::new(backend)?.best(READ_PASSES, READ_TIME)?)
+    Ok(ReadProbe::new(backend)?.best(READ_PATIENCE)?)
 }
 
 /// What was measured, and beside what it must be read.
