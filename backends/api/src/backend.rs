@@ -33,6 +33,13 @@ pub struct KernelCosts {
     pub empty_op: f64,
 }
 
+impl KernelCosts {
+    /// Seconds of as many kernels that do nothing.
+    pub fn empty(&self) -> f64 {
+        self.n_kernels as f64 * self.empty_kernel
+    }
+}
+
 /// A device that runs ops in order.
 ///
 /// Ordering: `write`, `read`, `copy`, `run` and replays belong to [`Lane::Compute`] and are seen in the order of the calls; a

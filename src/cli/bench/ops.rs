@@ -174,11 +174,12 @@ fn as_it_runs(all: &Group, seconds: f64, costs: Option<KernelCosts>, read_bandwi
         flops: 0.0,
     };
     let mut rows = vec![row("the step as it runs", 1, seconds, all.bytes)];
-    if let Some(KernelCosts { n_kernels, empty_kernel, empty_op }) = costs {
+    if let Some(costs) = costs {
+        let KernelCosts { n_kernels, empty_kernel, empty_op } = costs;
         let n_more = n_kernels.saturating_sub(all.n_calls) as f64;
         let work = all.seconds - all.n_calls as f64 * empty_op - n_more * empty_kernel;
         rows.push(row("between kernels", n_kernels, seconds - work, 0.0));
-        let empty = n_kernels as f64 * empty_kernel;
+        let empty = costs.empty();
         rows.push(row("as many empty kernels", n_kernels, empty, 0.0));
         rows.push(row("bytes and empty kernels", n_kernels, empty + all.bytes / read_bandwidth, 0.0));
     }

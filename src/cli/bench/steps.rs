@@ -109,7 +109,7 @@ pub(super) fn run(args: &StepsArgs) -> Result<()> {
             Some(_) => None,
             None => subject.engine.backend().kernel_costs(&subject.ops(sequences.len()))?,
         };
-        let floor = costs.map(|costs| bytes / read_bandwidth + costs.n_kernels as f64 * costs.empty_kernel);
+        let floor = costs.map(|costs| bytes / read_bandwidth + costs.empty());
         let kv_seconds = (kv_bytes - shallow.kv_bytes) / read_bandwidth;
         let over_kv = (depth > least).then(|| (seconds - shallow.seconds) / kv_seconds);
         let cell = |value: Option<f64>| value.map_or(Cell::Empty, Cell::from);
