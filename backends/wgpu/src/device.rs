@@ -10,8 +10,8 @@ use std::{
 };
 
 use freetoken_backend::{
-    Backend, Buffer, Caps, Error, Event, HostBuffer, HostBytes, KernelCosts, Lane, Op, Precision, Program,
-    Result, Stage, View, ViewCopy, os,
+    Backend, Buffer, Caps, Error, Event, Format, HostBuffer, HostBytes, KernelCosts, Lane, Op, Precision,
+    Program, Result, Stage, View, ViewCopy, os,
 };
 use wgpu::{Device, DeviceDescriptor, Features, Limits, MemoryHints};
 
@@ -41,9 +41,6 @@ const PREFILL_ROWS: usize = 2048;
 const COOPERATIVE_PREFILL_ROWS: usize = 4096;
 /// The same where a CPU plays the GPU.
 const SOFTWARE_PREFILL_ROWS: usize = 128;
-
-/// Measurements of the rate of products.
-const PRODUCT_RUNS: usize = 4;
 
 /// What it takes to bind an array of buffers.
 const ARRAYS: Features = Features::BUFFER_BINDING_ARRAY
@@ -122,6 +119,11 @@ impl Gpu {
         // Without subgroups they meet in workgroup memory, which has no room for more.
         let many = self.limits.max_compute_invocations_per_workgroup >= 1024 && self.subgroups.is_some();
         if many { 1024 } else { 256 }
+    }
+
+    /// Whether many rows of halves meet a weight of this format on cooperative matrices.
+    pub(crate) fn takes_halves(&self, format: Format) -> bool {
+        self.cooperative && format != Format::F32
     }
 
     /// Whether an array of buffers can be one binding.
@@ -459,13 +461,11 @@ impl Backend for Wgpu {
     }
 
     fn product_rate(&self) -> Result<Option<f64>> {
+        let state = &mut *self.lock();
         let mut flops = 0.0;
-        let multiply =
-            |_| self.dispatches(&mut self.lock(), |recorder| flops = timing::record_multiply(recorder));
-        let runs: Vec<_> = (0..PRODUCT_RUNS).map(multiply).collect();
-        // The first is a warm-up.
-        let times = timing::time(&mut self.lock().lanes, self.gpu(), &runs)?;
-        Ok(times[1..].iter().copied().reduce(f64::min).map(|seconds| flops / seconds))
+        let multiply = self.dispatches(state, |recorder| flops = timing::record_multiply(recorder));
+        let [seconds] = timing::best_of(&mut state.lanes, self.gpu(), &[multiply])?;
+        Ok(Some(flops / seconds))
     }
 
     fn kernel_costs(&self, ops: &[Op]) -> Result<Option<KernelCosts>> {

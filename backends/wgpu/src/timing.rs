@@ -38,6 +38,24 @@ pub(crate) fn time(lanes: &mut Lanes, gpu: &Gpu, timed: &[Vec<Dispatch>]) -> Res
     timed.iter().map(|dispatches| one(lanes, gpu, dispatches)).collect()
 }
 
+/// Measurements of which the best counts.
+const TRIES: usize = 5;
+
+/// The same of a few runs each, at best.
+pub(crate) fn best_of<const N: usize>(
+    lanes: &mut Lanes,
+    gpu: &Gpu,
+    timed: &[Vec<Dispatch>; N],
+) -> Result<[f64; N]> {
+    let mut best = [f64::INFINITY; N];
+    for _ in 0..TRIES {
+        for (best, seconds) in best.iter_mut().zip(time(lanes, gpu, timed)?) {
+            *best = best.min(seconds);
+        }
+    }
+    Ok(best)
+}
+
 /// Two time stamps.
 pub(crate) struct Stamps {
     set: QuerySet,
@@ -158,9 +176,6 @@ pub(crate) fn record_multiply(recorder: &mut Recorder<'_>) -> f64 {
 
 /// Dispatches that do nothing in the shorter and in the longer of two passes.
 pub(crate) const EMPTY_DISPATCHES: [usize; 2] = [64, 576];
-/// Measurements of which the best counts.
-const TRIES: usize = 5;
-
 /// So many dispatches that do nothing, each of which waits for the one before it, as the ops of a step do: it binds what that one wrote.
 pub(crate) fn record_empty(n: usize, recorder: &mut Recorder<'_>) {
     let two = ["empty.a", "empty.b"].map(|name| Slot::whole(&recorder.scratch.get(recorder.gpu, name, 4)));
@@ -183,13 +198,7 @@ pub(crate) fn kernel_costs(
     n_kernels: usize,
     chains: &[Vec<Dispatch>; 3],
 ) -> Result<KernelCosts> {
-    let mut best = [f64::INFINITY; 3];
-    for _ in 0..TRIES {
-        for (best, seconds) in best.iter_mut().zip(time(lanes, gpu, chains)?) {
-            *best = best.min(seconds);
-        }
-    }
-    let [alone, few, many] = best;
+    let [alone, few, many] = best_of(lanes, gpu, chains)?;
     let more = EMPTY_DISPATCHES[1] - EMPTY_DISPATCHES[0];
     Ok(KernelCosts { n_kernels, empty_kernel: (many - few) / more as f64, empty_op: alone })
 }

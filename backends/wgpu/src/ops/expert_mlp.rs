@@ -69,7 +69,7 @@ pub(crate) fn record_at(op: &ExpertMlp, pool: &ExpertPool, places: &Places, reco
     let mut halves = [Half::gate_up(op, pool, &inner, recorder), Half::down(op, pool, &inner, recorder)];
     let walk = Walk::choose(op, pool.record.format, halves.iter().all(Half::is_wide), recorder);
     for half in &mut halves {
-        if walk.kernel.name == EXPERT_MLP_COOPERATIVE.name {
+        if std::ptr::eq(walk.kernel, &EXPERT_MLP_COOPERATIVE) {
             half.make_rows(op, recorder);
         }
         windows(half, op, pool, places, &walk, recorder);
@@ -102,7 +102,7 @@ impl Walk {
         let ids = recorder.words(&op.ids, n_routes as usize);
         let few = |walk: u32, routes: Slot, routes_at: u32, n: u32| {
             // Rows of down are short.
-            let split = walk == ALONE && op.experts.format().group().is_none() && recorder.gpu.is_parallel;
+            let split = walk == ALONE && format.group().is_none() && recorder.gpu.is_parallel;
             let shared = if split { sharing_threads(op.p.hidden) } else { THREADS };
             let teams = recorder.gpu.max_teams(THREADS);
             let constants =
@@ -126,7 +126,7 @@ impl Walk {
             let (routes, n) = group(op, &ids, FEW_TILE, recorder);
             return few(SORTED, routes, n, n);
         }
-        if wide && recorder.gpu.cooperative && format != Format::F32 {
+        if wide && recorder.gpu.takes_halves(format) {
             let [down, across] = COOPERATIVE_TILE;
             let (routes, n) = group(op, &ids, down, recorder);
             return Walk {

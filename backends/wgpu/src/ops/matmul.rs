@@ -168,7 +168,7 @@ fn part(
     let wide = p.in_features.is_multiple_of(wide_cols(format))
         && [&x, &norm, &codes].iter().all(|slot| slot.is_wide())
         && (format != Format::Nvfp4 || scales_at.is_multiple_of(2));
-    let cooperative = wide && n > FEW_ROWS && recorder.gpu.cooperative && format != Format::F32;
+    let cooperative = wide && n > FEW_ROWS && recorder.gpu.takes_halves(format);
     if cooperative {
         let made = halves.get_or_insert_with(|| {
             let rows = Rows {
