@@ -7,35 +7,8 @@
 // ([row][head][split][head_dim]) and `peaks` (maximum and sum), and attention_merge puts them together.
 // Bound by the bytes of the cache where sequences are long.
 
-override KV_BF16: bool = false;
-override HEAD_DIM: u32 = 128u;
-override HEADS: u32 = 8u;
 override TOKENS: u32 = 16u;
 override SPLITS: u32 = 1u;
-override GATED: bool = false;
-
-const PAGE_TOKENS: u32 = 16u;
-const LOWEST: f32 = -3.4e38;
-
-struct Params {
-    n_rows: u32,
-    max_pages: u32,
-    n_heads: u32,
-    n_kv_heads: u32,
-    scale: f32,
-    // Blocks of HEADS heads that a key-value head has.
-    n_blocks: u32,
-    out_at: u32,
-    q_at: u32,
-    // Of vec4s.
-    kv_at: u32,
-    block_table_at: u32,
-    sequences_at: u32,
-    positions_at: u32,
-    gate_width: u32,
-    gate_at: u32,
-}
-var<immediate> p: Params;
 
 @group(0) @binding(0) var<storage, read_write> out: array<f32>;
 @group(0) @binding(1) var<storage, read_write> peaks: array<vec2<f32>>;
@@ -63,9 +36,7 @@ var<workgroup> scores: array<f32, HEADS * TOKENS>;
 
 // vec4 at which a token's key starts.
 fn place(sequence: u32, token: u32, kv_head: u32) -> u32 {
-    let page = u32(block_table[p.block_table_at + sequence * p.max_pages + token / PAGE_TOKENS]);
-    let row = (page * 2u * p.n_kv_heads + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS;
-    return p.kv_at + row * key_vecs();
+    return p.kv_at + cache_row(sequence, token, kv_head) * key_vecs();
 }
 
 fn value_at(token: u32, i: u32) -> vec4<f32> {
@@ -73,12 +44,6 @@ fn value_at(token: u32, i: u32) -> vec4<f32> {
         return decode_half(BF16, values[token * key_stride() + i / 2u], (i & 1u) == 1u);
     }
     return bitcast<vec4<f32>>(values[token * key_stride() + i]);
-}
-
-// What elements i .. i + 4 of a head are multiplied with.
-fn gates(row: u32, head: u32, i: u32) -> vec4<f32> {
-    let at = p.gate_at + row * p.gate_width + (2u * head + 1u) * HEAD_DIM + i;
-    return 1.0 / (1.0 + exp(-vec4(gate[at], gate[at + 1u], gate[at + 2u], gate[at + 3u])));
 }
 
 @compute @workgroup_size(256)

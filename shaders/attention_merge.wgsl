@@ -5,8 +5,6 @@
 // dimensions of every STEP-th part, STEP being as many as the threads are enough for. Bound by latency.
 
 override SPLITS: u32 = 8u;
-override HEAD_DIM: u32 = 128u;
-override GATED: bool = false;
 
 const THREADS: u32 = 256u;
 
@@ -27,12 +25,6 @@ var<immediate> p: Params;
 // Of each part: exp(peak_s - peak), 0 where it has no tokens, and that times its sum.
 var<workgroup> factors: array<vec2<f32>, SPLITS>;
 var<workgroup> results: array<vec4<f32>, THREADS>;
-
-// What elements i .. i + 4 of a head are multiplied with.
-fn gates(row: u32, head: u32, i: u32) -> vec4<f32> {
-    let at = p.gate_at + row * p.gate_width + (2u * head + 1u) * HEAD_DIM + i;
-    return 1.0 / (1.0 + exp(-vec4(gate[at], gate[at + 1u], gate[at + 2u], gate[at + 3u])));
-}
 
 @compute @workgroup_size(256)
 fn main(

@@ -9,39 +9,13 @@
 // dimensions of a value; the vec4s of a row are swapped so that threads that store different rows use different banks. Bound by f32
 // multiply-adds and the reads of workgroup memory.
 
-override KV_BF16: bool = false;
-override HEAD_DIM: u32 = 128u;
-override HEADS: u32 = 8u;
 // A power of two, and at least 4; they fit `stage`, and have a thread for each eight dimensions.
 override VALUES: u32 = 8u;
-override GATED: bool = false;
 
 const QUERIES: u32 = 32u;
 const TOKENS: u32 = 64u;
 const DEPTH: u32 = 16u;
-const PAGE_TOKENS: u32 = 16u;
-const LOWEST: f32 = -3.4e38;
 const LOG2_E: f32 = 1.4426950408889634;
-
-struct Params {
-    n_rows: u32,
-    max_pages: u32,
-    n_heads: u32,
-    n_kv_heads: u32,
-    scale: f32,
-    // Blocks of HEADS heads that a key-value head has.
-    n_blocks: u32,
-    out_at: u32,
-    q_at: u32,
-    // Of vec4s.
-    kv_at: u32,
-    block_table_at: u32,
-    sequences_at: u32,
-    positions_at: u32,
-    gate_width: u32,
-    gate_at: u32,
-}
-var<immediate> p: Params;
 
 @group(0) @binding(0) var<storage, read_write> out: array<f32>;
 @group(0) @binding(1) var<storage, read> q: array<vec4<f32>>;
@@ -85,12 +59,6 @@ fn outer(v: vec4<f32>, w: vec4<f32>) -> mat4x4<f32> {
 
 fn scaled(m: mat4x4<f32>, by: vec4<f32>) -> mat4x4<f32> {
     return mat4x4(m[0] * by.x, m[1] * by.y, m[2] * by.z, m[3] * by.w);
-}
-
-// Row of the cache that holds the key of a token; values lie n_kv_heads * PAGE_TOKENS rows behind.
-fn cache_row(sequence: u32, token: u32, kv_head: u32) -> u32 {
-    let page = u32(block_table[p.block_table_at + sequence * p.max_pages + token / PAGE_TOKENS]);
-    return (page * 2u * p.n_kv_heads + kv_head) * PAGE_TOKENS + token % PAGE_TOKENS;
 }
 
 // Dimensions 4 i .. 4 i + 4 of a query, times what makes its scores powers of two.
@@ -139,11 +107,6 @@ fn put(base: u32, width: u32, row: u32, column: u32, v: vec4<f32>) {
 // Of a token and a vec4 of queries.
 fn score_at(token: u32, queries: u32) -> u32 {
     return token * (QUERIES / 4u) + (queries ^ (token / 4u % 8u));
-}
-
-fn gates(row: u32, head: u32, i: u32) -> vec4<f32> {
-    let at = p.gate_at + row * p.gate_width + (2u * head + 1u) * HEAD_DIM + i;
-    return 1.0 / (1.0 + exp(-vec4(gate[at], gate[at + 1u], gate[at + 2u], gate[at + 3u])));
 }
 
 // Row and head of a query; a row behind the last where there is none.

@@ -4,7 +4,6 @@
 // larger elements; scales[n] takes the power back and is what else a whole row is multiplied with: 1 / rms of a norm, and `weights[n]`.
 // A workgroup takes a row, twice: the second time it lies in a cache. Bound by bytes: 4 read and 2 written for an element.
 
-override NORM: u32 = 3u;
 override GATHER: bool = false;
 override WEIGHTED: bool = false;
 
@@ -26,15 +25,6 @@ var<immediate> p: Params;
 @group(0) @binding(3) var<storage, read> rows: array<i32>;
 @group(0) @binding(4) var<storage, read> norm: array<vec4<u32>>;
 @group(0) @binding(5) var<storage, read> weights: array<f32>;
-
-// Columns 4 v .. 4 v + 4 of the norm.
-fn norm_four(v: u32) -> vec4<f32> {
-    switch NORM {
-        case NONE: { return vec4(1.0); }
-        case F32: { return bitcast<vec4<f32>>(norm[p.norm_at / 4u + v]); }
-        default: { return decode_half(NORM, norm[p.norm_at / 8u + v / 2u], (v & 1u) == 1u); }
-    }
-}
 
 @compute @workgroup_size(WORKGROUP)
 fn main(at: Invocation) {

@@ -4,7 +4,6 @@
 // offset of its own on. Of a GLU, gate and up are rows of the same weight; where they cannot be bound together, up is computed first,
 // like any product, and gate finds it in `out`.
 
-override NORM: u32 = 3u;
 override BIAS: u32 = 3u;
 override GLU: u32 = 0u;
 override GATHER: bool = false;
@@ -78,15 +77,6 @@ fn x_start(n: u32) -> u32 {
         row = u32(rows[p.rows_at + n]);
     }
     return p.x_at + row * p.in_features;
-}
-
-// Columns 4 v .. 4 v + 4 of the norm, where rows are wide.
-fn norm_four(v: u32) -> vec4<f32> {
-    switch NORM {
-        case NONE: { return vec4(1.0); }
-        case F32: { return bitcast<vec4<f32>>(norm[p.norm_at / 4u + v]); }
-        default: { return decode_half(NORM, norm[p.norm_at / 8u + v / 2u], (v & 1u) == 1u); }
-    }
 }
 
 fn biased(y: f32, r: u32) -> f32 {

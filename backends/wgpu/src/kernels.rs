@@ -31,6 +31,8 @@ enum Link {
     Team,
     /// A window of chunks, bound behind everything else. Comes first: it may enable an extension.
     Chunks,
+    /// The weight of a norm.
+    Norm,
     /// What the kernels of matmul share.
     Matmul,
     /// What the kernels of expert_mlp share.
@@ -45,6 +47,10 @@ enum Link {
     CooperativeTile,
     /// A tile of rows of x times one of rows of a weight.
     Tile,
+    /// Where the kernels of attention find a token.
+    AttentionCache,
+    /// What results of attention are multiplied with.
+    AttentionGates,
     /// The n-th largest of many.
     Select,
 }
@@ -84,6 +90,7 @@ impl Kernel {
             Link::Team if linkage.subgroups => include_str!("../../../shaders/team_subgroup.wgsl"),
             Link::Team => include_str!("../../../shaders/team_workgroup.wgsl"),
             Link::Select => include_str!("../../../shaders/select.wgsl"),
+            Link::Norm => include_str!("../../../shaders/norm.wgsl"),
             Link::Matmul => include_str!("../../../shaders/matmul.wgsl"),
             Link::Rows => include_str!("../../../shaders/rows.wgsl"),
             Link::Products if linkage.staged => include_str!("../../../shaders/staged.wgsl"),
@@ -92,6 +99,8 @@ impl Kernel {
             Link::CooperativeTile => include_str!("../../../shaders/cooperative_tile.wgsl"),
             Link::Experts => include_str!("../../../shaders/experts.wgsl"),
             Link::Tile => include_str!("../../../shaders/tile.wgsl"),
+            Link::AttentionCache => include_str!("../../../shaders/attention_cache.wgsl"),
+            Link::AttentionGates => include_str!("../../../shaders/attention_gates.wgsl"),
             Link::Chunks => match linkage.chunks {
                 Chunks::Apart(1) => include_str!("../../../shaders/chunks_1.wgsl"),
                 Chunks::Apart(2) => include_str!("../../../shaders/chunks_2.wgsl"),
@@ -141,35 +150,35 @@ kernels! {
     READ = "read" [] writes 1 reads 1 params 2 { VECS: &[16] }
     MULTIPLY = "multiply" [] writes 1 reads 0 params 2 {}
     EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
-    MATMUL_GEMV = "matmul_gemv" [Format, Team, Matmul, Rows, Products] writes 1 reads 7 params 15 {
+    MATMUL_GEMV = "matmul_gemv" [Format, Team, Norm, Matmul, Rows, Products] writes 1 reads 7 params 15 {
         WORKGROUP: &[64, 128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
         ACCUMULATE: FLAG, SPLIT: FLAG, OUTPUTS: &[16],
     }
-    MATMUL_FEW = "matmul_few" [Format, Team, Matmul, Rows] writes 1 reads 7 params 15 {
+    MATMUL_FEW = "matmul_few" [Format, Team, Norm, Matmul, Rows] writes 1 reads 7 params 15 {
         WORKGROUP: &[128], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
         ACCUMULATE: FLAG, QUADS: &[2, 4], OUTPUTS: &[16],
     }
-    MATMUL_TILED = "matmul_tiled" [Format, Matmul, Rows, Tile] writes 1 reads 7 params 15 {
+    MATMUL_TILED = "matmul_tiled" [Format, Norm, Matmul, Rows, Tile] writes 1 reads 7 params 15 {
         FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG, ACCUMULATE: FLAG, WIDE: FLAG,
         OUTPUTS: &[64, 128],
     }
-    MATMUL_COOPERATIVE = "matmul_cooperative" [Cooperative, Format, Matmul, Rows, CooperativeTile]
+    MATMUL_COOPERATIVE = "matmul_cooperative" [Cooperative, Format, Norm, Matmul, Rows, CooperativeTile]
         writes 1 reads 7 params 15 {
         FORMAT: HALVED_FORMAT, NORM: &[3], BIAS: OPTIONAL, GLU: GLU, GATHER: &[0], ACCUMULATE: FLAG,
     }
-    HALF_ROWS = "half_rows" [Format, Team] writes 2 reads 4 params 7 {
+    HALF_ROWS = "half_rows" [Format, Team, Norm] writes 2 reads 4 params 7 {
         WORKGROUP: &[128], NORM: OPTIONAL, GATHER: FLAG, WEIGHTED: FLAG,
     }
     ROPE_CACHE = "rope_cache" [Format, Team] writes 2 reads 6 params 14 {
         WORKGROUP: &[64], KV_BF16: FLAG, GATED: FLAG, Q_NORM: OPTIONAL, K_NORM: OPTIONAL,
     }
-    ATTENTION = "attention" [Format] writes 2 reads 6 params 14 {
+    ATTENTION = "attention" [Format, AttentionCache, AttentionGates] writes 2 reads 6 params 14 {
         KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64], GATED: FLAG,
     }
-    ATTENTION_TILED = "attention_tiled" [Format] writes 1 reads 6 params 14 {
+    ATTENTION_TILED = "attention_tiled" [Format, AttentionCache, AttentionGates] writes 1 reads 6 params 14 {
         KV_BF16: FLAG, HEAD_DIM: &[16, 72, 256], HEADS: &[1, 8], VALUES: &[4, 64], GATED: FLAG,
     }
-    ATTENTION_MERGE = "attention_merge" [] writes 1 reads 3 params 5 {
+    ATTENTION_MERGE = "attention_merge" [AttentionGates] writes 1 reads 3 params 5 {
         SPLITS: &[2, 64], HEAD_DIM: &[8, 128], GATED: FLAG,
     }
     SHORT_CONV = "short_conv" [Format] writes 2 reads 4 params 9 { FORMAT: FORMAT, KERNEL: &[2, 4, 8] }
