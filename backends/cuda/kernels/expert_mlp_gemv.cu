@@ -67,15 +67,15 @@ __device__ __forceinline__ void gate_up(EXPERT_ARGUMENTS, float* inner, const fl
 template <class W, int N, int U>
 __device__ __forceinline__ void down(EXPERT_ARGUMENTS, float* parts, const float* inner, const float* weights) {
   __shared__ u32 lists[WARPS][MAX_ROWS];
-  begin_kernel();
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, route = blockIdx.y;
   const u32 first = (blockIdx.x * WARPS + warp) * 4;
-  if (first >= p.hidden) return;
+  // All that gate and up have waited for is there.
   const int id = ids[route], slot = slot_of(p, place, table, id);
-  if (slot < 0) return;
+  const u8* record = slot < 0 ? nullptr : record_of(place, chunks, slot) + place.down.codes;
+  begin_kernel();
+  if (first >= p.hidden || slot < 0) return;
   const u32 n_routes = N == 1 ? only_route(route, lists[warp]) : routes_of(p, ids, id, route, lists[warp]);
   if (n_routes == 0) return;
-  const u8* record = record_of(place, chunks, slot) + place.down.codes;
   const void* w[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) {

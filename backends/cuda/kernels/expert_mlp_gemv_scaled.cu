@@ -19,14 +19,16 @@ __device__ __forceinline__ void product(EXPERT_ARGUMENTS, float* to, const float
   __shared__ u32 lists[WARPS][MAX_ROWS];
   constexpr u32 OWN = GATED ? Dot::ROWS / 2 : Dot::ROWS;
   const u32 n_results = GATED ? p.intermediate : p.hidden, n_columns = GATED ? p.hidden : p.intermediate;
-  begin_kernel();
+  if (GATED) begin_kernel();
   const u32 first = blockIdx.x * OWN, route = blockIdx.y;
   u32* list = lists[threadIdx.x / 32];
   const int id = ids[route], slot = slot_of(p, place, table, id);
+  const u8* record = slot < 0 ? nullptr : record_of(place, chunks, slot);
+  // What down finds here was there for gate and up.
+  if (!GATED) begin_kernel();
   if (slot < 0) return;
   const u32 n_routes = p.n_rows == 1 ? only_route(route, list) : routes_of(p, ids, id, route, list);
   if (n_routes == 0) return;
-  const u8* record = record_of(place, chunks, slot);
   const Stored matrix = matrix_of(place, record, GATED ? place.gate : place.down);
   const Stored up = matrix_of(place, record, place.up);
   for (u32 start = 0; start < n_routes; start += N) {

@@ -11,7 +11,8 @@ typedef long long i64;
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
 // Waits until all can be seen that kernels before this one wrote. A kernel that comes onto the device ahead of its turn reads nothing in
-// front of this but what the host wrote, and writes nothing; of each grid a block comes here, so that grids end in order.
+// front of this but what the host wrote, or what the kernel before it in its op had waited for, and writes nothing; of each grid a block
+// comes here, so that grids end in order.
 __device__ __forceinline__ void begin_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
