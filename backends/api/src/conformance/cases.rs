@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::{Arena, Case, Fill};
+use super::{Arena, Case, Fill, Rng};
 use crate::{
     Activation, Attention, AttentionGate, AttentionParams, Combine, CombineParams, EditLogits,
     EditLogitsParams, Embed, EmbedParams, ExpertMlp, ExpertMlpParams, ExpertPool, ExpertWeights, Experts,
@@ -98,7 +98,7 @@ pub fn cases() -> Vec<Case> {
                 let lengths = lengths.clone();
                 let name = format!("attention/{kind} {name} {heads}:{kv_heads}x{head_dim}");
                 cases.push(case(name, move |a| {
-                    attention(a, format, &lengths, heads, kv_heads, head_dim, false)
+                    attention(a, &AttentionCase { rows: &lengths, heads, kv_heads, head_dim, ..of(format) })
                 }));
             }
         }
@@ -111,7 +111,20 @@ pub fn cases() -> Vec<Case> {
                 let lengths = lengths.clone();
                 let name = format!("attention/gated {kind} {name} {heads}:{kv_heads}x{head_dim}");
                 cases.push(case(name, move |a| {
-                    attention(a, format, &lengths, heads, kv_heads, head_dim, true)
+                    let gated = AttentionCase { gated: true, ..of(format) };
+                    attention(a, &AttentionCase { rows: &lengths, heads, kv_heads, head_dim, ..gated })
+                }));
+            }
+        }
+        // Beyond what a half holds, on either side, and both in one sequence.
+        for (what, most) in
+            [("", Some(1.0)), ("large ", Some(1e6)), ("small ", Some(1e-8)), ("uneven ", None)]
+        {
+            for (heads, kv_heads, head_dim) in [(2, 2, 64), (8, 1, 128), (8, 1, 256)] {
+                let name = format!("attention/long prefill {what}{name} {heads}:{kv_heads}x{head_dim}");
+                cases.push(case(name, move |a| {
+                    let rows = &[several_prompts(), (0..70).map(|i| (3, 300 + i)).collect()].concat();
+                    attention(a, &AttentionCase { rows, heads, kv_heads, head_dim, most, ..of(format) })
                 }));
             }
         }
@@ -326,30 +339,42 @@ fn rope_cache(
     Ok(vec![Stage::Ops(vec![prepare.into(), attend.into()])])
 }
 
-/// `rows`: (sequence or -1, number of positions attended).
-fn attention(
-    a: &mut Arena<'_>,
+struct AttentionCase<'a> {
     format: Format,
-    rows: &[(i32, i32)],
+    /// (sequence or -1, number of positions attended).
+    rows: &'a [(i32, i32)],
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
     gated: bool,
-) -> Result<Vec<Stage>> {
+    /// The largest key and value; `None` where pages differ.
+    most: Option<f32>,
+}
+
+/// The rest of a case.
+fn of(format: Format) -> AttentionCase<'static> {
+    AttentionCase { format, rows: &[], heads: 1, kv_heads: 1, head_dim: 16, gated: false, most: Some(1.0) }
+}
+
+fn attention(a: &mut Arena<'_>, c: &AttentionCase<'_>) -> Result<Vec<Stage>> {
+    let &AttentionCase { format, rows, heads, kv_heads, head_dim, .. } = c;
     let longest = rows.iter().map(|row| row.1 as usize).max().unwrap_or(0);
     let (n, n_sequences, max_pages) = (rows.len(), 4, longest.div_ceil(PAGE_TOKENS).max(7));
     let n_pages = 1 + n_sequences * max_pages;
     // Pages of a sequence lie apart and out of order.
     let table: Vec<i32> = (0..n_pages - 1).map(|i| 1 + (i * 11 % (n_pages - 1)) as i32).collect();
-    let kv = a.weight(format, n_pages * 2 * kv_heads * PAGE_TOKENS, head_dim, 1.0)?;
+    let view = match c.most {
+        Some(most) => a.weight(format, n_pages * 2 * kv_heads * PAGE_TOKENS, head_dim, most)?.view,
+        None => uneven_cache(a, format, n_pages, kv_heads * PAGE_TOKENS * head_dim)?,
+    };
     one(Attention {
         out: a.output(n * heads * head_dim)?,
         q: a.input(n * heads * head_dim, Fill::Uniform(1.0))?,
-        kv: KvCache { view: kv.view, format, n_pages },
+        kv: KvCache { view, format, n_pages },
         block_table: a.fixed(&table)?,
         sequences: a.fixed(&rows.iter().map(|r| r.0).collect::<Vec<_>>())?,
         positions: a.fixed(&rows.iter().map(|r| r.1 - 1).collect::<Vec<_>>())?,
-        gate: match gated {
+        gate: match c.gated {
             // Keys and values stand behind the gates.
             true => {
                 let width = (2 * heads + 2 * kv_heads) * head_dim;
@@ -364,9 +389,25 @@ fn attention(
             n_heads: heads as u32,
             n_kv_heads: kv_heads as u32,
             head_dim: head_dim as u32,
-            scale: 1.0 / (head_dim as f32).sqrt(),
+            // Scores are of one size, whatever the size of keys.
+            scale: 1.0 / ((head_dim as f32).sqrt() * c.most.unwrap_or(1.0)),
         },
     })
+}
+
+/// Pages of keys, and of values, that are large or small; so many elements each.
+fn uneven_cache(a: &mut Arena<'_>, format: Format, n_pages: usize, elements: usize) -> Result<View> {
+    let mut rng = Rng::new(1);
+    let mut values = Vec::new();
+    for page in 0..n_pages {
+        for most in [[1.0, 1e-6, 16.0][page % 3], [1e-4, 1e-12, 1.0, 1e6][page % 4]] {
+            values.extend((0..elements).map(|_| rng.symmetric(most)));
+        }
+    }
+    match format {
+        Format::F32 => a.fixed(&values),
+        _ => a.fixed(&values.into_iter().map(|v| bf16::from_f32(v).to_bits()).collect::<Vec<_>>()),
+    }
 }
 
 /// Rows of three sequences, one of them behind a prefix, and padding between: more of them than a block takes.
