@@ -1,8 +1,7 @@
 // attention for many rows: what attention.wgsl computes, over the same cache.
 //
-// A workgroup owns QUERIES queries: the HEADS query heads of a key-value head, or a block of them, of neighbouring rows. Neighbouring rows
-// of one sequence are taken together and all others see nothing meanwhile, so that a tile of one sequence, the usual one, is one walk.
-// It takes TOKENS tokens at a time: scores are the product of a tile of queries and one of keys, DEPTH dimensions at a time through
+// A workgroup owns QUERIES queries. Neighbouring rows of one sequence are taken together and all others see nothing meanwhile, so that a
+// tile of one sequence, the usual one, is one walk. It takes TOKENS tokens at a time: scores are the product of a tile of queries and one of keys, DEPTH dimensions at a time through
 // workgroup memory; four threads a query turn them into weights, with a running maximum and sum; results are the product of weights and
 // values, VALUES tokens at a time. Of each product a thread has four queries times four tokens, or times every 16th vec4 of a result: sums
 // are named and never indexed by a variable, so that they stay in registers. In workgroup memory a vec4 is four queries, four keys or four
@@ -15,15 +14,6 @@ override VALUES: u32 = 8u;
 const QUERIES: u32 = 32u;
 const TOKENS: u32 = 64u;
 const DEPTH: u32 = 16u;
-const LOG2_E: f32 = 1.4426950408889634;
-
-@group(0) @binding(0) var<storage, read_write> out: array<f32>;
-@group(0) @binding(1) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(2) var<storage, read> kv: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> block_table: array<i32>;
-@group(0) @binding(4) var<storage, read> sequences: array<i32>;
-@group(0) @binding(5) var<storage, read> positions: array<i32>;
-@group(0) @binding(6) var<storage, read> gate: array<f32>;
 
 // vec4s of a head: of queries and results.
 override HEAD_VECS: u32 = HEAD_DIM / 4u;
@@ -107,15 +97,6 @@ fn put(base: u32, width: u32, row: u32, column: u32, v: vec4<f32>) {
 // Of a token and a vec4 of queries.
 fn score_at(token: u32, queries: u32) -> u32 {
     return token * (QUERIES / 4u) + (queries ^ (token / 4u % 8u));
-}
-
-// Row and head of a query; a row behind the last where there is none.
-fn query_of(tile: u32, block: u32, i: u32, kv_head: u32) -> vec2<u32> {
-    let group = p.n_heads / p.n_kv_heads;
-    let head = block * HEADS + i % HEADS;
-    let row = tile * (QUERIES / HEADS) + i / HEADS;
-    let there = i < QUERIES / HEADS * HEADS && head < group && row < p.n_rows;
-    return vec2(select(p.n_rows, row, there), kv_head * group + head);
 }
 
 // Writes a vec4 of a query's result.
@@ -202,28 +183,21 @@ fn main(
     var sum = 0.0;
     var next_row = tile * (QUERIES / HEADS);
     while next_row < end_row {
-        // A run of rows with one sequence, and how far it sees.
-        let first_row = next_row;
-        let sequence = sequences[p.sequences_at + first_row];
-        var n_tokens = 0u;
-        while next_row < end_row && sequences[p.sequences_at + next_row] == sequence {
-            n_tokens = max(n_tokens, u32(positions[p.positions_at + next_row]) + 1u);
-            next_row += 1u;
-        }
-        if sequence < 0 {
+        let run = run_from(next_row, end_row);
+        next_row = run.end_row;
+        if run.sequence < 0 {
             continue;
         }
-        var length = 0u;
-        if weighed_row >= first_row && weighed_row < next_row {
-            length = u32(positions[p.positions_at + weighed_row]) + 1u;
-        }
+        let sequence = u32(run.sequence);
+        let n_tokens = run.n_tokens;
+        let length = seen_by(weighed_row, run);
         for (var first = 0u; first < n_tokens; first += TOKENS) {
             // Scores: columns are tokens.
             var products: mat4x4<f32>;
             let keys = vec2(first + loaded, first + loaded + 32u);
             var query_next = query_four(query_at, has_query, quarter);
-            var low_next = key_four(u32(sequence), keys.x, kv_head, keys.x < n_tokens, quarter);
-            var high_next = key_four(u32(sequence), keys.y, kv_head, keys.y < n_tokens, quarter);
+            var low_next = key_four(sequence, keys.x, kv_head, keys.x < n_tokens, quarter);
+            var high_next = key_four(sequence, keys.y, kv_head, keys.y < n_tokens, quarter);
             for (var i = 0u; i < HEAD_VECS; i += DEPTH / 4u) {
                 workgroupBarrier();
                 put(0u, QUERIES / 4u, 4u * quarter, loaded, query_next);
@@ -232,8 +206,8 @@ fn main(
                 workgroupBarrier();
                 let next = i + DEPTH / 4u + quarter;
                 query_next = query_four(query_at, has_query, next);
-                low_next = key_four(u32(sequence), keys.x, kv_head, keys.x < n_tokens, next);
-                high_next = key_four(u32(sequence), keys.y, kv_head, keys.y < n_tokens, next);
+                low_next = key_four(sequence, keys.x, kv_head, keys.x < n_tokens, next);
+                high_next = key_four(sequence, keys.y, kv_head, keys.y < n_tokens, next);
                 for (var d = 0u; d < DEPTH; d += 4u) {
                     let queries_at = d * (QUERIES / 4u) + (own ^ (d / 2u));
                     let keys_at = KEYS_AT + d * (TOKENS / 4u) + (column ^ (d / 2u));
@@ -247,7 +221,7 @@ fn main(
             scores[score_at(4u * column + 1u, own)] = products[1];
             scores[score_at(4u * column + 2u, own)] = products[2];
             scores[score_at(4u * column + 3u, own)] = products[3];
-            var value_next = value_eight(u32(sequence), first + value, kv_head, value < VALUES && first + value < n_tokens, eighth);
+            var value_next = value_eight(sequence, first + value, kv_head, value < VALUES && first + value < n_tokens, eighth);
             workgroupBarrier();
             // Weights.
             let first_token = part * (TOKENS / 4u);
@@ -284,7 +258,7 @@ fn main(
                 }
                 workgroupBarrier();
                 let next = first + token + VALUES + value;
-                value_next = value_eight(u32(sequence), next, kv_head, value < VALUES && next < n_tokens, eighth);
+                value_next = value_eight(sequence, next, kv_head, value < VALUES && next < n_tokens, eighth);
                 if token == 0u {
                     let by = shrinks[own];
                     results.a = scaled(results.a, by);

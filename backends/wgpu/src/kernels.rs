@@ -49,6 +49,8 @@ enum Link {
     Tile,
     /// Where the kernels of attention find a token.
     AttentionCache,
+    /// What the kernels share that compute attention of many rows.
+    AttentionQueries,
     /// What results of attention are multiplied with.
     AttentionGates,
     /// The n-th largest of many.
@@ -100,6 +102,7 @@ impl Kernel {
             Link::Experts => include_str!("../../../shaders/experts.wgsl"),
             Link::Tile => include_str!("../../../shaders/tile.wgsl"),
             Link::AttentionCache => include_str!("../../../shaders/attention_cache.wgsl"),
+            Link::AttentionQueries => include_str!("../../../shaders/attention_queries.wgsl"),
             Link::AttentionGates => include_str!("../../../shaders/attention_gates.wgsl"),
             Link::Chunks => match linkage.chunks {
                 Chunks::Apart(1) => include_str!("../../../shaders/chunks_1.wgsl"),
@@ -175,8 +178,14 @@ kernels! {
     ATTENTION = "attention" [Format, AttentionCache, AttentionGates] writes 2 reads 6 params 14 {
         KV_BF16: FLAG, HEAD_DIM: &[16, 128], HEADS: &[1, 8], TOKENS: &[16, 64], SPLITS: &[1, 64], GATED: FLAG,
     }
-    ATTENTION_TILED = "attention_tiled" [Format, AttentionCache, AttentionGates] writes 1 reads 6 params 14 {
+    ATTENTION_TILED = "attention_tiled" [Format, AttentionCache, AttentionQueries, AttentionGates]
+        writes 1 reads 6 params 14 {
         KV_BF16: FLAG, HEAD_DIM: &[16, 72, 256], HEADS: &[1, 8], VALUES: &[4, 64], GATED: FLAG,
+    }
+    ATTENTION_COOPERATIVE = "attention_cooperative"
+        [Cooperative, Format, AttentionCache, AttentionQueries, AttentionGates]
+        writes 1 reads 6 params 14 {
+        HEAD_DIM: &[16, 80, 128, 256], HEADS: &[1, 8, 128], TOKENS: &[16, 32], GATED: FLAG,
     }
     ATTENTION_MERGE = "attention_merge" [AttentionGates] writes 1 reads 3 params 5 {
         SPLITS: &[2, 64], HEAD_DIM: &[8, 128], GATED: FLAG,

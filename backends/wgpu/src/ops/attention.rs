@@ -1,12 +1,12 @@
-//! See [`freetoken_backend::Attention`]: many rows in tiles; else one pass, or parts of each sequence and a merge where there are few
-//! rows.
+//! See [`freetoken_backend::Attention`]: many rows in tiles, on cooperative matrices where there are any; else one pass, or parts of each
+//! sequence and a merge where there are few rows.
 
 use freetoken_backend::{Attention, Format, KvCache, PAGE_TOKENS};
 
 use super::matmul::FEW_ROWS;
 use crate::{
     dispatch::{Call, Recorder},
-    kernels::{ATTENTION, ATTENTION_MERGE, ATTENTION_TILED},
+    kernels::{ATTENTION, ATTENTION_COOPERATIVE, ATTENTION_MERGE, ATTENTION_TILED, Kernel},
     memory::Slot,
 };
 
@@ -24,6 +24,9 @@ const TILE_QUERIES: u32 = 32;
 const TILE_THREADS: u32 = 128;
 /// Dimensions of a head that a tile has sums for.
 const MAX_TILED_DIM: u32 = 256;
+/// Queries of a tile on cooperative matrices, which have 16 rows and columns.
+const COOPERATIVE_QUERIES: u32 = 128;
+const MATRIX: u32 = 16;
 
 /// What the kernel cannot do.
 pub(super) fn supports(op: &Attention) -> Result<(), String> {
@@ -42,7 +45,10 @@ pub(super) fn record(op: &Attention, recorder: &mut Recorder<'_>) {
     let read = Read::of(op, recorder);
     let out = recorder.words(&op.out, n * n_heads * d);
     if n > FEW_ROWS && p.head_dim <= MAX_TILED_DIM && read.q.is_wide() {
-        tiles(op, &read, out, recorder);
+        match cooperative_tokens(op, recorder) {
+            Some(tokens) => cooperative_tiles(op, &read, out, tokens, recorder),
+            None => tiles(op, &read, out, recorder),
+        }
     } else {
         rows(op, &read, out, recorder);
     }
@@ -107,22 +113,47 @@ impl Read {
 
 /// In tiles of queries.
 fn tiles(op: &Attention, read: &Read, out: Slot, recorder: &mut Recorder<'_>) {
+    // Values come eight dimensions a thread, those of up to 64 tokens at a time.
+    let values = (8 * TILE_THREADS / op.p.head_dim).min(64);
+    let constants = [("KV_BF16", (op.kv.format == Format::Bf16) as u32), ("VALUES", 1 << values.ilog2())];
+    tiled(op, read, out, recorder, &ATTENTION_TILED, TILE_QUERIES, &constants);
+}
+
+/// Tokens that a tile on cooperative matrices takes at a time; `None` where it is not for this op, or has no room.
+fn cooperative_tokens(op: &Attention, recorder: &Recorder<'_>) -> Option<u32> {
+    let d = op.p.head_dim;
+    let tokens = if d <= 128 { 32 } else { 16 };
+    // Keys and values; scores and weights; a vec4 or two a subgroup.
+    let bytes = 2 * 2 * tokens * (d + 8) + 6 * COOPERATIVE_QUERIES * (tokens + 8) + 2 * COOPERATIVE_QUERIES;
+    let fits = bytes <= recorder.gpu.limits.max_compute_workgroup_storage_size;
+    let may = recorder.gpu.cooperative && op.kv.format == Format::Bf16 && d.is_multiple_of(MATRIX);
+    (may && fits).then_some(tokens)
+}
+
+/// The same on cooperative matrices.
+fn cooperative_tiles(op: &Attention, read: &Read, out: Slot, tokens: u32, recorder: &mut Recorder<'_>) {
+    tiled(op, read, out, recorder, &ATTENTION_COOPERATIVE, COOPERATIVE_QUERIES, &[("TOKENS", tokens)]);
+}
+
+/// A kernel whose workgroups own so many queries.
+fn tiled(
+    op: &Attention,
+    read: &Read,
+    out: Slot,
+    recorder: &mut Recorder<'_>,
+    kernel: &'static Kernel,
+    queries: u32,
+    constants: &[(&'static str, u32)],
+) {
     let p = &op.p;
     let group = p.n_heads / p.n_kv_heads;
-    let heads = group.min(TILE_QUERIES);
+    let heads = group.min(queries);
     let n_blocks = group.div_ceil(heads);
-    // Values come eight dimensions a thread, those of up to 64 tokens at a time.
-    let values = (8 * TILE_THREADS / p.head_dim).min(64);
-    let n_workgroups = p.n_rows.div_ceil(TILE_QUERIES / heads) * p.n_kv_heads * n_blocks;
+    let n_workgroups = p.n_rows.div_ceil(queries / heads) * p.n_kv_heads * n_blocks;
+    let shape = [("HEAD_DIM", p.head_dim), ("HEADS", heads), ("GATED", op.gate.is_some() as u32)];
     recorder.call(Call {
-        kernel: &ATTENTION_TILED,
-        constants: vec![
-            ("KV_BF16", (op.kv.format == Format::Bf16) as u32),
-            ("HEAD_DIM", p.head_dim),
-            ("HEADS", heads),
-            ("VALUES", 1 << values.ilog2()),
-            ("GATED", op.gate.is_some() as u32),
-        ],
+        kernel,
+        constants: [&shape, constants].concat(),
         slots: [out.clone()].into_iter().chain(read.slots()).collect(),
         chunks: &[],
         params: &read.params(op, n_blocks, &out),
