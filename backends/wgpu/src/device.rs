@@ -436,8 +436,7 @@ impl Backend for Wgpu {
             self.supports(op)?;
         }
         let mut state = self.lock();
-        let dispatches =
-            self.dispatches(&mut state, |recorder| ops.iter().for_each(|op| ops::record(op, recorder)));
+        let dispatches = self.dispatches(&mut state, |recorder| ops::record_all(ops, recorder));
         state.lanes.check()?;
         let mut commands = Commands::new(&mut state.lanes, self.gpu());
         commands.dispatch(&dispatches);
@@ -474,8 +473,7 @@ impl Backend for Wgpu {
             self.supports(op)?;
         }
         let state = &mut *self.lock();
-        let record = |recorder: &mut Recorder<'_>| ops.iter().for_each(|op| ops::record(op, recorder));
-        let n_kernels = self.dispatches(state, record).len();
+        let n_kernels = self.dispatches(state, |recorder| ops::record_all(ops, recorder)).len();
         let [few, many] = timing::EMPTY_DISPATCHES;
         let chains =
             [1, few, many].map(|n| self.dispatches(state, |recorder| timing::record_empty(n, recorder)));

@@ -205,6 +205,9 @@ kernels! {
     EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
         WORKGROUP: &[64, 128], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8], SPLIT: FLAG,
     }
+    EXPERT_MLP_COMBINE = "expert_mlp_combine" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
+        WORKGROUP: &[64, 256], FORMAT: FORMAT, TOP_K: &[3, 8], OUTPUTS: &[4],
+    }
     EXPERT_MLP_GROUP = "expert_mlp_group" [] writes 1 reads 1 params 3 { EXPERTS: &[10, 1024], TILE: &[16, 64] }
     EXPERT_MLP_TILED = "expert_mlp_tiled" [Chunks, Format, Experts, Rows, Tile] writes 1 reads 4 params 22 {
         FORMAT: ANY_FORMAT, DOWN: FLAG, WIDE: FLAG, OUTPUTS: &[64, 128],

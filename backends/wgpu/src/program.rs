@@ -45,7 +45,7 @@ impl WgpuProgram {
             let run = stops.last_mut().map_or(&mut first, |stop| &mut stop.behind);
             match stage {
                 Stage::Ops(ops) => {
-                    ops.iter().for_each(|op| ops::record(op, &mut recorder));
+                    ops::record_all(ops, &mut recorder);
                     run.dispatches.append(&mut recorder.dispatches);
                 }
                 Stage::Route(point) => {

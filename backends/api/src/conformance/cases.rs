@@ -184,9 +184,18 @@ pub fn cases() -> Vec<Case> {
         }));
     }
     for n in [1, 6] {
-        cases.push(case(format!("combine/n={n}"), move |a| combine(a, n, 96, 4, false)));
+        cases.push(case(format!("combine/n={n}"), move |a| combine_alone(a, n, 96, 4, false)));
         let name = format!("combine/n={n} with a shared expert");
-        cases.push(case(name, move |a| combine(a, n, 96, 4, true)));
+        cases.push(case(name, move |a| combine_alone(a, n, 96, 4, true)));
+    }
+    // Devices may add experts' rows as soon as they have them.
+    for format in PLAIN_FORMATS.into_iter().chain(QUANTISED) {
+        for (n, top_k, shared) in [(1, 3, false), (1, 8, false), (1, 8, true), (4, 3, false)] {
+            let shape =
+                ExpertShape { format, pool: true, n, hidden: 96, intermediate: 64, top_k, experts: 10 };
+            let name = format!("expert_mlp/{format} then combine n={n} k={top_k} shared={shared}");
+            cases.push(case(name, move |a| expert_mlp_then_combine(a, shape, shared)));
+        }
     }
     cases.push(case("edit_logits".into(), edit_logits));
     for (n, vocab, k) in [(1, 320, 256), (3, 1000, 256), (2, 40, 40), (1, 30_000, 256), (2, 5000, 1)] {
@@ -646,12 +655,43 @@ fn pooled_experts(a: &mut Arena<'_>, s: ExpertShape) -> Result<Experts> {
     Ok(Experts::Pool { pool: pool.into(), layer: 1 })
 }
 
-fn combine(a: &mut Arena<'_>, n: usize, hidden: usize, top_k: usize, shared: bool) -> Result<Vec<Stage>> {
+/// What an expert gives is not compared: who adds it need not write it.
+fn expert_mlp_then_combine(a: &mut Arena<'_>, s: ExpertShape, shared: bool) -> Result<Vec<Stage>> {
+    let parts = a.input(s.n * s.top_k * s.hidden, Fill::Uniform(1.0))?;
+    let mut ids: Vec<i32> = (0..s.n).flat_map(|row| routes(row, s)).collect();
+    ids[1] = -1;
+    let ids = a.fixed(&ids)?;
+    let mlp = ExpertMlp { parts: parts.clone(), ids: ids.clone(), ..expert_mlp(a, s)? };
+    let combine = combine(a, parts, ids, s.n, s.hidden, s.top_k, shared)?;
+    Ok(vec![Stage::Ops(vec![mlp.into(), combine.into()])])
+}
+
+fn combine_alone(
+    a: &mut Arena<'_>,
+    n: usize,
+    hidden: usize,
+    top_k: usize,
+    shared: bool,
+) -> Result<Vec<Stage>> {
     let ids: Vec<i32> = (0..n * top_k).map(|i| if i % 7 == 6 { -1 } else { i as i32 }).collect();
-    one(Combine {
+    let parts = a.input(n * top_k * hidden, Fill::Uniform(1.0))?;
+    let ids = a.fixed(&ids)?;
+    one(combine(a, parts, ids, n, hidden, top_k, shared)?)
+}
+
+fn combine(
+    a: &mut Arena<'_>,
+    parts: View,
+    ids: View,
+    n: usize,
+    hidden: usize,
+    top_k: usize,
+    shared: bool,
+) -> Result<Combine> {
+    Ok(Combine {
         x: a.updated(n * hidden, Fill::Uniform(1.0))?,
-        parts: a.input(n * top_k * hidden, Fill::Uniform(1.0))?,
-        ids: a.fixed(&ids)?,
+        parts,
+        ids,
         shared: match shared {
             true => Some(SharedExpert {
                 rows: a.input(n * hidden, Fill::Uniform(1.0))?,

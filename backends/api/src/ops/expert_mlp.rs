@@ -9,7 +9,8 @@ use crate::{Experts, View, Weight};
 /// Runs routes through their experts.
 #[derive(Debug, Clone)]
 pub struct ExpertMlp {
-    /// f32 `[n_rows, top_k, hidden]`; a route with id -1 writes nothing.
+    /// f32 `[n_rows, top_k, hidden]`; a route with id -1 writes nothing. Nobody else may read what a [`super::Combine`] directly behind
+    /// takes: a backend may add it without writing it.
     pub parts: View,
     /// f32 `[n_rows, hidden]`
     pub x: View,

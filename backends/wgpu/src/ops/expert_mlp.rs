@@ -1,7 +1,7 @@
 //! See [`freetoken_backend::ExpertMlp`]: gate and up, then down, through each window of chunks. How routes are walked through
 //! depends on how many of them an expert has.
 
-use freetoken_backend::{Banks, ExpertMlp, ExpertPool, Experts, Format};
+use freetoken_backend::{Banks, Combine, ExpertMlp, ExpertPool, Experts, Format, View};
 
 use super::{
     half_rows::{self, Rows},
@@ -12,7 +12,10 @@ use super::{
 use crate::{
     device::Gpu,
     dispatch::{Call, Recorder, format_code},
-    kernels::{EXPERT_MLP_COOPERATIVE, EXPERT_MLP_FEW, EXPERT_MLP_GROUP, EXPERT_MLP_TILED, Kernel},
+    kernels::{
+        EXPERT_MLP_COMBINE, EXPERT_MLP_COOPERATIVE, EXPERT_MLP_FEW, EXPERT_MLP_GROUP, EXPERT_MLP_TILED,
+        Kernel,
+    },
     memory::Slot,
     places::{Bank, Places},
 };
@@ -23,6 +26,11 @@ const SEARCHED_ROUTES: u32 = 256;
 const FEW_ROUTES: u32 = 8;
 /// Routes of a tile in that case.
 const FEW_TILE: u32 = 16;
+
+/// Rows up to which down combines: of more, weights are better read once for all of them.
+const COMBINED_ROWS: u32 = 1;
+/// Outputs of a workgroup then.
+const COMBINED_OUTPUTS: u32 = 4;
 
 /// What the device lacks for it.
 pub(super) fn supports(op: &ExpertMlp, gpu: &Gpu) -> Result<(), String> {
@@ -63,9 +71,7 @@ pub(super) fn record(op: &ExpertMlp, recorder: &mut Recorder<'_>) {
 
 /// Computes the routes whose expert lies in `places`, and leaves the others alone.
 pub(crate) fn record_at(op: &ExpertMlp, pool: &ExpertPool, places: &Places, recorder: &mut Recorder<'_>) {
-    let n_routes = (op.p.n_rows * op.p.top_k) as usize;
-    let inner =
-        recorder.scratch.get(recorder.gpu, "expert_mlp.inner", n_routes * op.p.intermediate as usize * 4);
+    let inner = inner(op, recorder);
     let mut halves = [Half::gate_up(op, pool, &inner, recorder), Half::down(op, pool, &inner, recorder)];
     let walk = Walk::choose(op, pool.record.format, halves.iter().all(Half::is_wide), recorder);
     for half in &mut halves {
@@ -74,6 +80,42 @@ pub(crate) fn record_at(op: &ExpertMlp, pool: &ExpertPool, places: &Places, reco
         }
         windows(half, op, pool, places, &walk, recorder);
     }
+}
+
+/// Whether down and `combine`, which comes directly behind, are one dispatch: where every expert has a slot that one dispatch binds, a row
+/// of x takes nothing but what the routes give, and weights have no scales.
+pub(super) fn combines(op: &ExpertMlp, combine: &Combine, gpu: &Gpu) -> bool {
+    let Experts::Pool { pool, .. } = &op.experts else { return false };
+    let same = |a: &View, b: &View| a.buffer().same(b.buffer()) && a.range() == b.range();
+    let (p, q) = (&op.p, &combine.p);
+    op.p.n_rows <= COMBINED_ROWS
+        && (p.n_rows, p.top_k, p.hidden) == (q.n_rows, q.top_k, q.hidden)
+        && same(&op.parts, &combine.parts)
+        && same(&op.ids, &combine.ids)
+        && combine.shared.is_none()
+        && !op.experts.is_cached()
+        && pool.chunks.len() <= gpu.max_window()
+        && pool.record.format.group().is_none()
+        && p.intermediate.is_multiple_of(wide_cols(pool.record.format))
+}
+
+/// The op and the [`Combine`] that takes its `parts`, which are not written. See [`combines`].
+pub(super) fn record_combined(op: &ExpertMlp, combine: &Combine, recorder: &mut Recorder<'_>) {
+    let Experts::Pool { pool, layer } = &op.experts else { unreachable!("seen by `combines`") };
+    let places = Places::of_pool(pool, *layer, recorder);
+    let inner = inner(op, recorder);
+    let gate_up = Half::gate_up(op, pool, &inner, recorder);
+    let walk = Walk::choose(op, pool.record.format, gate_up.is_wide(), recorder);
+    windows(&gate_up, op, pool, &places, &walk, recorder);
+    let out = recorder.words(&combine.x, (op.p.n_rows * op.p.hidden) as usize);
+    let down = Half { out, ..Half::down(op, pool, &inner, recorder) };
+    windows(&down, op, pool, &places, &Walk::combined(op, recorder), recorder);
+}
+
+/// What gate and up leave for down.
+fn inner(op: &ExpertMlp, recorder: &mut Recorder<'_>) -> wgpu::Buffer {
+    let bytes = (op.p.n_rows * op.p.top_k) as usize * op.p.intermediate as usize * 4;
+    recorder.scratch.get(recorder.gpu, "expert_mlp.inner", bytes)
 }
 
 /// How a kernel of few routes comes by them: `WALK` of expert_mlp_few.wgsl.
@@ -105,11 +147,12 @@ impl Walk {
             let split = walk == ALONE && format.group().is_none() && recorder.gpu.is_parallel;
             let shared = if split { sharing_threads(op.p.hidden) } else { THREADS };
             let teams = recorder.gpu.max_teams(THREADS);
-            let constants =
-                |threads, split| vec![("WORKGROUP", threads), ("WALK", walk), ("SPLIT", split as u32)];
+            let constants = |down, threads, split| {
+                vec![("DOWN", down), ("WORKGROUP", threads), ("WALK", walk), ("SPLIT", split as u32)]
+            };
             Walk {
                 kernel: &EXPERT_MLP_FEW,
-                constants: [constants(shared, split), constants(THREADS, false)],
+                constants: [constants(0, shared, split), constants(1, THREADS, false)],
                 routes,
                 routes_at,
                 n,
@@ -131,7 +174,7 @@ impl Walk {
             let (routes, n) = group(op, &ids, down, recorder);
             return Walk {
                 kernel: &EXPERT_MLP_COOPERATIVE,
-                constants: Default::default(),
+                constants: [0, 1].map(|down| vec![("DOWN", down)]),
                 routes,
                 routes_at: n,
                 n,
@@ -141,11 +184,26 @@ impl Walk {
         let (routes, n) = group(op, &ids, TILE, recorder);
         Walk {
             kernel: &EXPERT_MLP_TILED,
-            constants: [(); 2].map(|()| vec![("WIDE", wide as u32)]),
+            constants: [0, 1].map(|down| vec![("DOWN", down), ("WIDE", wide as u32)]),
             routes,
             routes_at: n,
             n,
             outputs: [TILE, 2 * TILE],
+        }
+    }
+
+    /// Of down that combines: a team takes a route of a row.
+    fn combined(op: &ExpertMlp, recorder: &Recorder<'_>) -> Self {
+        let ids = recorder.words(&op.ids, (op.p.n_rows * op.p.top_k) as usize);
+        let lanes = recorder.gpu.subgroups.unwrap_or(32);
+        let threads = (lanes * op.p.top_k).next_power_of_two().clamp(64, 256);
+        Walk {
+            kernel: &EXPERT_MLP_COMBINE,
+            constants: [(); 2].map(|()| vec![("WORKGROUP", threads), ("TOP_K", op.p.top_k)]),
+            routes_at: ids.at(4),
+            routes: ids,
+            n: op.p.n_rows,
+            outputs: [COMBINED_OUTPUTS; 2],
         }
     }
 }
@@ -253,7 +311,7 @@ fn windows(
     let all: Vec<&Slot> = places.chunks.iter().chain(&places.bank.windows).collect();
     let window = all.len().next_power_of_two().min(recorder.gpu.max_window());
     let outputs = walk.outputs[half.down as usize];
-    let own = [("FORMAT", format_code(pool.record.format)), ("DOWN", half.down as u32), ("OUTPUTS", outputs)];
+    let own = [("FORMAT", format_code(pool.record.format)), ("OUTPUTS", outputs)];
     let constants = [&walk.constants[half.down as usize][..], &own].concat();
     let n_pooled = places.chunks.len();
     // The slots, or the experts in the bank, that lie in the first `n` chunks.

@@ -17,6 +17,26 @@ use freetoken_backend::{Experts, Format, KvCache, Op};
 
 use crate::{device::Gpu, dispatch::Recorder};
 
+/// Adds the dispatches of ops that run one behind the other; two of them may share one. They are checked and supported.
+pub(crate) fn record_all(ops: &[Op], recorder: &mut Recorder<'_>) {
+    let mut rest = ops;
+    while let [op, behind @ ..] = rest {
+        rest = match (op, behind) {
+            (Op::ExpertMlp(mlp), [Op::Combine(combine), behind @ ..])
+                if expert_mlp::combines(mlp, combine, recorder.gpu) =>
+            {
+                recorder.work = op.spec().flops().max(op.spec().bytes());
+                expert_mlp::record_combined(mlp, combine, recorder);
+                behind
+            }
+            _ => {
+                record(op, recorder);
+                behind
+            }
+        };
+    }
+}
+
 /// Adds an op's dispatches. The op is checked and supported.
 pub(crate) fn record(op: &Op, recorder: &mut Recorder<'_>) {
     recorder.work = op.spec().flops().max(op.spec().bytes());
