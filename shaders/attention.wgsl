@@ -39,6 +39,18 @@ fn place(sequence: u32, token: u32, kv_head: u32) -> u32 {
     return p.kv_at + cache_row(sequence, token, kv_head) * key_vecs();
 }
 
+// What a thread brings of a token: at most one vec4 of its key and one of its value, since those of TOKENS tokens are as many as there are
+// threads, or fewer.
+struct Brought {
+    key: vec4<u32>,
+    value: vec4<u32>,
+}
+
+fn bring(sequence: u32, token: u32, kv_head: u32, part: u32) -> Brought {
+    let key = place(sequence, token, kv_head) + part;
+    return Brought(kv[key], kv[key + p.n_kv_heads * PAGE_TOKENS * key_vecs()]);
+}
+
 fn value_at(token: u32, i: u32) -> vec4<f32> {
     if KV_BF16 {
         return decode_half(BF16, values[token * key_stride() + i / 2u], (i & 1u) == 1u);
@@ -70,6 +82,13 @@ fn main(
     let start = min(split * part, length);
     let end = min(start + part, length);
 
+    // What comes next is on its way while what is there meets the queries.
+    let brings = thread / key_vecs();
+    let part_of_key = thread % key_vecs();
+    var next: Brought;
+    if brings < TOKENS && start + brings < end {
+        next = bring(u32(sequence), start + brings, kv_head, part_of_key);
+    }
     for (var i = thread; i < n_heads * HEAD_DIM / 4u; i += THREADS) {
         let at = p.q_at + first_head * HEAD_DIM + 4u * i;
         queries[i] = vec4(q[at], q[at + 1u], q[at + 2u], q[at + 3u]) * p.scale;
@@ -83,14 +102,14 @@ fn main(
     for (var first = start; first < end; first += TOKENS) {
         let n_tokens = min(TOKENS, end - first);
         workgroupBarrier();
-        for (var i = thread; i < n_tokens * key_vecs(); i += THREADS) {
-            let token = i / key_vecs();
-            let key = place(u32(sequence), first + token, kv_head) + i % key_vecs();
-            let to = token * key_stride() + i % key_vecs();
-            keys[to] = kv[key];
-            values[to] = kv[key + p.n_kv_heads * PAGE_TOKENS * key_vecs()];
+        if brings < n_tokens {
+            keys[brings * key_stride() + part_of_key] = next.key;
+            values[brings * key_stride() + part_of_key] = next.value;
         }
         workgroupBarrier();
+        if brings < TOKENS && first + TOKENS + brings < end {
+            next = bring(u32(sequence), first + TOKENS + brings, kv_head, part_of_key);
+        }
         for (var i = thread; i < n_heads * TOKENS; i += THREADS) {
             let token = i % TOKENS;
             let query = i / TOKENS * (HEAD_DIM / 4u);

@@ -22,9 +22,18 @@ var<immediate> p: Params;
 @group(0) @binding(2) var<storage, read> peaks: array<vec2<f32>>;
 @group(0) @binding(3) var<storage, read> gate: array<f32>;
 
-// Of each part: exp(peak_s - peak), 0 where it has no tokens, and that times its sum.
-var<workgroup> factors: array<vec2<f32>, SPLITS>;
+// Of each part: its maximum and its sum.
+var<workgroup> tops: array<vec2<f32>, SPLITS>;
+// Of each thread.
 var<workgroup> results: array<vec4<f32>, THREADS>;
+var<workgroup> sums: array<f32, THREADS>;
+
+// Parts that a thread loads before it knows what they count.
+const AHEAD: u32 = 8u;
+
+fn partial_at(head: u32, s: u32, vec: u32) -> vec4<f32> {
+    return partial[(head * SPLITS + min(s, SPLITS - 1u)) * (HEAD_DIM / 4u) + vec];
+}
 
 @compute @workgroup_size(256)
 fn main(
@@ -36,41 +45,51 @@ fn main(
     if head >= p.n_rows * p.n_heads {
         return;
     }
-    if thread < SPLITS {
-        factors[thread] = peaks[head * SPLITS + thread];
-    }
-    workgroupBarrier();
-    var peak = -3.4e38;
-    for (var s = 0u; s < SPLITS; s++) {
-        peak = max(peak, factors[s].x);
-    }
-    workgroupBarrier();
-    if thread < SPLITS {
-        let part = factors[thread];
-        let factor = select(0.0, exp(part.x - peak), part.y > 0.0);
-        factors[thread] = vec2(factor, factor * part.y);
-    }
-    workgroupBarrier();
     let vecs = HEAD_DIM / 4u;
     let step = THREADS / vecs;
     let vec = thread % vecs;
     let first = thread / vecs;
+    var ahead: array<vec4<f32>, AHEAD>;
+    for (var i = 0u; i < AHEAD; i++) {
+        ahead[i] = partial_at(head, first + i * step, vec);
+    }
+    if thread < SPLITS {
+        tops[thread] = peaks[head * SPLITS + thread];
+    }
+    workgroupBarrier();
+    var peak = -3.4e38;
+    for (var s = 0u; s < SPLITS; s++) {
+        peak = max(peak, tops[s].x);
+    }
     var result = vec4(0.0);
-    for (var s = first; s < SPLITS && first < step; s += step) {
-        // What a part without tokens holds is not even a number.
-        result += select(vec4(0.0), factors[s].x * partial[(head * SPLITS + s) * vecs + vec], factors[s].x > 0.0);
+    var sum = 0.0;
+    if first < step {
+        for (var i = 0u; i < AHEAD; i++) {
+            let s = first + i * step;
+            if s < SPLITS && tops[s].y > 0.0 {
+                // What a part without tokens holds is not even a number.
+                let factor = exp(tops[s].x - peak);
+                result += factor * ahead[i];
+                sum += factor * tops[s].y;
+            }
+        }
+        for (var s = first + AHEAD * step; s < SPLITS; s += step) {
+            if tops[s].y > 0.0 {
+                let factor = exp(tops[s].x - peak);
+                result += factor * partial_at(head, s, vec);
+                sum += factor * tops[s].y;
+            }
+        }
     }
     results[thread] = result;
+    sums[thread] = sum;
     workgroupBarrier();
     if first > 0u {
         return;
     }
-    var sum = 0.0;
-    for (var s = 0u; s < SPLITS; s++) {
-        sum += factors[s].y;
-    }
     for (var other = 1u; other < min(step, SPLITS); other++) {
         result += results[other * vecs + vec];
+        sum += sums[other * vecs + vec];
     }
     if GATED {
         result *= gates(head / p.n_heads, head % p.n_heads, 4u * vec);
