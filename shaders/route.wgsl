@@ -23,6 +23,8 @@ var<immediate> p: Params;
 
 // Behind the last expert 0, which nobody is behind.
 var<workgroup> orders: array<vec4<u32>, (EXPERTS + 3u) / 4u>;
+// Of each expert.
+var<workgroup> ranks: array<atomic<u32>, EXPERTS>;
 // Of rank 0, 1 ...
 var<workgroup> chosen: array<u32, EXPERTS>;
 
@@ -32,54 +34,67 @@ fn order(score: f32) -> u32 {
     return select(bits | 0x80000000u, ~bits, (bits >> 31u) == 1u);
 }
 
+fn order_of(expert: u32) -> u32 {
+    return orders[expert / 4u][expert % 4u];
+}
+
+// The score that has the expert's order; zero of both zeros.
+fn score_of(expert: u32) -> f32 {
+    let order = order_of(expert);
+    return bitcast<f32>(select(~order, order & 0x7fffffffu, (order >> 31u) == 1u));
+}
+
 @compute @workgroup_size(WORKGROUP)
 fn main(at: Invocation) {
     let n = at.workgroup.y * at.workgroups.x + at.workgroup.x;
     if n >= p.n_rows {
         return;
     }
-    if sequences[p.sequences_at + n] < 0 {
-        for (var k = at.thread; k < p.top_k; k += WORKGROUP) {
-            ids[p.ids_at + n * p.top_k + k] = -1;
-            weights[p.weights_at + n * p.top_k + k] = 0.0;
-        }
-        return;
-    }
-    let row = n * EXPERTS;
+    let is_row = sequences[p.sequences_at + n] >= 0;
     for (var e = at.thread; e < 4u * ((EXPERTS + 3u) / 4u); e += WORKGROUP) {
-        orders[e / 4u][e % 4u] = select(0u, order(scores[row + min(e, EXPERTS - 1u)]), e < EXPERTS);
+        orders[e / 4u][e % 4u] = select(0u, order(scores[n * EXPERTS + min(e, EXPERTS - 1u)]), e < EXPERTS);
+    }
+    for (var e = at.thread; e < EXPERTS; e += WORKGROUP) {
+        atomicStore(&ranks[e], 0u);
+    }
+    workgroupBarrier();
+    // As many threads as there are share an expert and take its rivals in turns.
+    let sharers = max(WORKGROUP / EXPERTS, 1u);
+    for (var i = at.thread; i < EXPERTS * sharers; i += WORKGROUP) {
+        let e = i % EXPERTS;
+        let own = order_of(e);
+        var before = vec4(0u);
+        for (var o = i / EXPERTS; o < (EXPERTS + 3u) / 4u; o += sharers) {
+            let others = orders[o];
+            let lower = vec4(4u * o, 4u * o + 1u, 4u * o + 2u, 4u * o + 3u) < vec4(e);
+            before += select(vec4(0u), vec4(1u), (others > vec4(own)) | ((others == vec4(own)) & lower));
+        }
+        atomicAdd(&ranks[e], before.x + before.y + before.z + before.w);
     }
     workgroupBarrier();
     for (var e = at.thread; e < EXPERTS; e += WORKGROUP) {
-        let own = orders[e / 4u][e % 4u];
-        var before = vec4(0u);
-        for (var i = 0u; i < (EXPERTS + 3u) / 4u; i++) {
-            let others = orders[i];
-            let lower = vec4(4u * i, 4u * i + 1u, 4u * i + 2u, 4u * i + 3u) < vec4(e);
-            before += select(vec4(0u), vec4(1u), (others > vec4(own)) | ((others == vec4(own)) & lower));
-        }
-        chosen[before.x + before.y + before.z + before.w] = e;
+        chosen[atomicLoad(&ranks[e])] = e;
     }
     workgroupBarrier();
-    let most = scores[row + chosen[0]];
-    var part = 0.0;
-    if RENORMALIZE {
-        for (var k = at.thread; k < p.top_k; k += WORKGROUP) {
-            part += exp(scores[row + chosen[k]] - most);
-        }
-    } else {
+    let most = score_of(chosen[0]);
+    var all = 0.0;
+    if !RENORMALIZE {
         for (var e = at.thread; e < EXPERTS; e += WORKGROUP) {
-            part += exp(scores[row + e] - most);
+            all += exp(score_of(e) - most);
         }
+        all = workgroup_sum(at, all);
     }
-    let sum = workgroup_sum(at, part);
     for (var k = at.thread; k < p.top_k; k += WORKGROUP) {
-        let expert = chosen[k];
+        let own = chosen[k];
         var place = 0u;
-        for (var other = 0u; other < p.top_k; other++) {
-            place += select(0u, 1u, chosen[other] < expert);
+        var sum = 0.0;
+        for (var i = 0u; i < p.top_k; i++) {
+            let other = chosen[i];
+            place += select(0u, 1u, other < own);
+            sum += exp(score_of(other) - most);
         }
-        ids[p.ids_at + n * p.top_k + place] = i32(expert);
-        weights[p.weights_at + n * p.top_k + place] = exp(scores[row + expert] - most) / sum;
+        let weight = exp(score_of(own) - most) / select(all, sum, RENORMALIZE);
+        ids[p.ids_at + n * p.top_k + place] = select(-1, i32(own), is_row);
+        weights[p.weights_at + n * p.top_k + place] = select(0.0, weight, is_row);
     }
 }
