@@ -60,48 +60,47 @@ fn add(sums: ptr<function, Sums>, step: Step, x_rows: vec2<u32>, two: bool, i: u
 }
 
 // Of workgroups of 256 threads at most, in teams of 4 at least.
-var<workgroup> sums_of_teams: array<vec4<f32>, 64>;
+var<workgroup> sums_of_teams: array<Sums, 64>;
 
-// The sum over all who share the columns, for all of them.
-fn crew_sum(at: Invocation, v: vec4<f32>) -> vec4<f32> {
-    let own = team_sum(at, v);
+// The sums over all who share the columns, for all of them: they meet once.
+fn crew_sums(at: Invocation, own: Sums, two: bool) -> Sums {
+    var team: Sums;
+    team.first = team_sum(at, own.first);
+    if two {
+        team.second = team_sum(at, own.second);
+    }
+    if NORM != NONE {
+        team.squares = team_sum(at, vec4(own.squares, 0.0, 0.0)).xy;
+    }
     if !SPLIT {
-        return own;
+        return team;
     }
     workgroupBarrier();
     if lane_of(at) == 0u {
-        sums_of_teams[team_of(at)] = own;
+        sums_of_teams[team_of(at)] = team;
     }
     workgroupBarrier();
-    var sum = vec4(0.0);
+    var all: Sums;
     for (var i = 0u; i < teams_of(at); i++) {
-        sum += sums_of_teams[i];
+        all.first += sums_of_teams[i].first;
+        if two {
+            all.second += sums_of_teams[i].second;
+        }
+        if NORM != NONE {
+            all.squares += sums_of_teams[i].squares;
+        }
     }
-    return sum;
+    return all;
 }
 
 // The sums for all who share the columns; `x_rows` says at which vec4s the rows of x start. All threads of the workgroup call it together.
 fn four_rows(at: Invocation, rows: Four, x_rows: vec2<u32>, two: bool) -> Sums {
-    // Two steps at a time keep eight loads on their way.
+    // One step at a time: two or four at a time on fewer threads took longer on an H200.
     let n = p.in_features / 8u;
     let threads = select(lanes_of(at), WORKGROUP, SPLIT);
     var sums: Sums;
-    for (var i = select(lane_of(at), at.thread, SPLIT); i < n; i += 2u * threads) {
-        let now = load(rows, i);
-        if i + threads < n {
-            let next = load(rows, i + threads);
-            add(&sums, now, x_rows, two, i);
-            add(&sums, next, x_rows, two, i + threads);
-        } else {
-            add(&sums, now, x_rows, two, i);
-        }
+    for (var i = select(lane_of(at), at.thread, SPLIT); i < n; i += threads) {
+        add(&sums, load(rows, i), x_rows, two, i);
     }
-    sums.first = crew_sum(at, sums.first);
-    if two {
-        sums.second = crew_sum(at, sums.second);
-    }
-    if NORM != NONE {
-        sums.squares = crew_sum(at, vec4(sums.squares, 0.0, 0.0)).xy;
-    }
-    return sums;
+    return crew_sums(at, sums, two);
 }

@@ -5,6 +5,8 @@
 // the same for a whole row: squares are summed on the way and applied to the sum. Bound by the bytes of the weight.
 
 override SPLIT: bool = false;
+// Whether there is more than one row: of one, nothing is held for a second.
+override MANY: bool = true;
 override OUTPUTS: u32 = 16u;
 
 fn scaled(sums: vec4<f32>, squares: f32) -> vec4<f32> {
@@ -28,8 +30,8 @@ fn main(at: Invocation) {
             rows.c = up_row(first);
             rows.d = up_row(first + 1u);
         }
-        for (var n = 0u; n < p.n_rows; n += 2u) {
-            let two = n + 1u < p.n_rows;
+        for (var n = 0u; n < select(1u, p.n_rows, MANY); n += 2u) {
+            let two = MANY && n + 1u < p.n_rows;
             let x_rows = vec2(x_start(n), x_start(select(n, n + 1u, two))) / 4u;
             let all = four_rows(at, rows, x_rows, two);
             // A thread finishes an output.

@@ -29,9 +29,9 @@ const BUSY: u32 = 240;
 /// Rows of x, and of weights, of a tile on cooperative matrices.
 pub(super) const COOPERATIVE_TILE: [u32; 2] = [64, 128];
 
-/// Threads of a workgroup that shares columns: each has four loads of a row, as far as the bounds allow.
+/// Threads of a workgroup that shares columns: each has two loads of a row, as far as the bounds allow.
 pub(super) fn sharing_threads(cols: u32) -> u32 {
-    (cols / 32).next_power_of_two().clamp(64, THREADS)
+    (cols / 16).next_power_of_two().clamp(64, 256)
 }
 
 /// Rows of a matrix that one binding holds.
@@ -221,7 +221,13 @@ fn part(
             let split = rows < FEW_OUTPUTS && format.group().is_none() && recorder.gpu.is_parallel;
             let outputs = if split { 4 } else { teams * 4 } / per_glu;
             let threads = if split { sharing_threads(p.in_features) } else { THREADS };
-            constants.extend([("WORKGROUP", threads), ("OUTPUTS", outputs), ("SPLIT", split as u32)]);
+            let (split, many) = (split as u32, (n > 1) as u32);
+            constants.extend([
+                ("WORKGROUP", threads),
+                ("OUTPUTS", outputs),
+                ("SPLIT", split),
+                ("MANY", many),
+            ]);
             (&MATMUL_GEMV, recorder.grid(rows.div_ceil(outputs as usize)))
         }
         _ if wide && n <= FEW_ROWS => {
