@@ -154,7 +154,7 @@ kernels! {
     MULTIPLY = "multiply" [] writes 1 reads 0 params 2 {}
     EMBED = "embed" [Format] writes 1 reads 2 params 7 { FORMAT: FORMAT }
     MATMUL_GEMV = "matmul_gemv" [Format, Team, Norm, Matmul, Rows, Products] writes 1 reads 7 params 15 {
-        WORKGROUP: &[64, 128, 256], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
+        WORKGROUP: &[256], FORMAT: ANY_FORMAT, NORM: OPTIONAL, BIAS: OPTIONAL, GLU: GLU, GATHER: FLAG,
         ACCUMULATE: FLAG, SPLIT: FLAG, MANY: FLAG, OUTPUTS: &[16],
     }
     MATMUL_FEW = "matmul_few" [Format, Team, Norm, Matmul, Rows] writes 1 reads 7 params 15 {
@@ -203,7 +203,7 @@ kernels! {
         WORKGROUP: &[256], RENORMALIZE: FLAG, EXPERTS: &[10, 1024],
     }
     EXPERT_MLP_FEW = "expert_mlp_few" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
-        WORKGROUP: &[64, 128, 256], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8], SPLIT: FLAG,
+        WORKGROUP: &[64, 256], FORMAT: ANY_FORMAT, DOWN: FLAG, WALK: &[0, 1, 2], OUTPUTS: &[8], SPLIT: FLAG,
     }
     EXPERT_MLP_COMBINE = "expert_mlp_combine" [Chunks, Format, Team, Experts, Rows, Products] writes 1 reads 4 params 22 {
         WORKGROUP: &[64, 256], FORMAT: FORMAT, TOP_K: &[3, 8], OUTPUTS: &[4],
