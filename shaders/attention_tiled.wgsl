@@ -1,12 +1,12 @@
 // attention for many rows: what attention.wgsl computes, over the same cache.
 //
 // A workgroup owns QUERIES queries. Neighbouring rows of one sequence are taken together and all others see nothing meanwhile, so that a
-// tile of one sequence, the usual one, is one walk. It takes TOKENS tokens at a time: scores are the product of a tile of queries and one of keys, DEPTH dimensions at a time through
-// workgroup memory; four threads a query turn them into weights, with a running maximum and sum; results are the product of weights and
-// values, VALUES tokens at a time. Of each product a thread has four queries times four tokens, or times every 16th vec4 of a result: sums
-// are named and never indexed by a variable, so that they stay in registers. In workgroup memory a vec4 is four queries, four keys or four
-// dimensions of a value; the vec4s of a row are swapped so that threads that store different rows use different banks. Bound by f32
-// multiply-adds and the reads of workgroup memory.
+// tile of one sequence, the usual one, is one walk. It takes TOKENS tokens at a time: scores are the product of a tile of queries and one
+// of keys, DEPTH dimensions at a time through workgroup memory; four threads a query turn them into weights, with a running maximum and
+// sum; results are the product of weights and values, VALUES tokens at a time. Of each product a thread has four queries times four
+// tokens, or times every 16th vec4 of a result: sums are named and never indexed by a variable, so that they stay in registers. In
+// workgroup memory a vec4 is four queries, four keys or four dimensions of a value; the vec4s of a row are swapped so that threads that
+// store different rows use different banks. Bound by f32 multiply-adds and the reads of workgroup memory.
 
 // A power of two, and at least 4; they fit `stage`, and have a thread for each eight dimensions.
 override VALUES: u32 = 8u;

@@ -34,6 +34,15 @@ pub struct KernelCosts {
 }
 
 impl KernelCosts {
+    /// Kernels that do nothing in the two chains whose difference tells what one of them adds.
+    pub const CHAINS: [usize; 2] = [64, 576];
+
+    /// Seconds that a kernel adds, by those that the [`KernelCosts::CHAINS`] take.
+    pub fn of_one(chains: [f64; 2]) -> f64 {
+        let more = Self::CHAINS[1] - Self::CHAINS[0];
+        (chains[1] - chains[0]) / more as f64
+    }
+
     /// Seconds of as many kernels that do nothing.
     pub fn empty(&self) -> f64 {
         self.n_kernels as f64 * self.empty_kernel

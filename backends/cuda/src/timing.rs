@@ -22,8 +22,6 @@ pub(crate) fn time_read(cuda: &Cuda, state: &mut State, view: &View) -> Result<f
     Ok(time_plans(cuda, state, vec![plan])?[0])
 }
 
-/// Kernels that do nothing in the shorter and in the longer of two graphs.
-const EMPTY_KERNELS: [usize; 2] = [64, 576];
 /// Measurements of which the best counts.
 const TRIES: usize = 5;
 
@@ -33,8 +31,8 @@ pub(crate) fn kernel_costs(cuda: &Cuda, state: &mut State, ops: &[Op]) -> Result
     let n_kernels = counts.sum::<Result<usize>>()?;
     let empty = |n: usize| Plan { launches: vec![kernels::empty(); n], scratch_bytes: 0 };
     let mut chain = |n| best_of(|| Ok(time_plans(cuda, state, vec![empty(n)])?[0]));
-    let [few, many] = EMPTY_KERNELS;
-    let empty_kernel = (chain(many)? - chain(few)?) / (many - few) as f64;
+    let [few, many] = KernelCosts::CHAINS;
+    let empty_kernel = KernelCosts::of_one([chain(few)?, chain(many)?]);
     let mut alone = || {
         let times = time_plans(cuda, state, (0..few).map(|_| empty(1)).collect())?;
         Ok(times.iter().sum::<f64>() / few as f64)

@@ -474,7 +474,7 @@ impl Backend for Wgpu {
         }
         let state = &mut *self.lock();
         let n_kernels = self.dispatches(state, |recorder| ops::record_all(ops, recorder)).len();
-        let [few, many] = timing::EMPTY_DISPATCHES;
+        let [few, many] = KernelCosts::CHAINS;
         let chains =
             [1, few, many].map(|n| self.dispatches(state, |recorder| timing::record_empty(n, recorder)));
         timing::kernel_costs(&mut state.lanes, self.gpu(), n_kernels, &chains).map(Some)

@@ -174,8 +174,6 @@ pub(crate) fn record_multiply(recorder: &mut Recorder<'_>) -> f64 {
     f64::from(workgroups) * 256.0 * f64::from(STEPS) * f64::from(STEP_FLOPS)
 }
 
-/// Dispatches that do nothing in the shorter and in the longer of two passes.
-pub(crate) const EMPTY_DISPATCHES: [usize; 2] = [64, 576];
 /// So many dispatches that do nothing, each of which waits for the one before it, as the ops of a step do: it binds what that one wrote.
 pub(crate) fn record_empty(n: usize, recorder: &mut Recorder<'_>) {
     let two = ["empty.a", "empty.b"].map(|name| Slot::whole(&recorder.scratch.get(recorder.gpu, name, 4)));
@@ -191,7 +189,7 @@ pub(crate) fn record_empty(n: usize, recorder: &mut Recorder<'_>) {
     }
 }
 
-/// What dispatches cost, `n_kernels` of which the ops are. `chains` are those of [`record_empty`]: one dispatch, and [`EMPTY_DISPATCHES`].
+/// What dispatches cost, `n_kernels` of which the ops are. `chains` are those of [`record_empty`]: one dispatch, and [`KernelCosts::CHAINS`].
 pub(crate) fn kernel_costs(
     lanes: &mut Lanes,
     gpu: &Gpu,
@@ -199,6 +197,5 @@ pub(crate) fn kernel_costs(
     chains: &[Vec<Dispatch>; 3],
 ) -> Result<KernelCosts> {
     let [alone, few, many] = best_of(lanes, gpu, chains)?;
-    let more = EMPTY_DISPATCHES[1] - EMPTY_DISPATCHES[0];
-    Ok(KernelCosts { n_kernels, empty_kernel: (many - few) / more as f64, empty_op: alone })
+    Ok(KernelCosts { n_kernels, empty_kernel: KernelCosts::of_one([few, many]), empty_op: alone })
 }
