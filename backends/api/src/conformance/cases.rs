@@ -116,17 +116,19 @@ pub fn cases() -> Vec<Case> {
                 }));
             }
         }
-        // Beyond what a half holds, on either side, and both in one sequence.
-        for (what, most) in
-            [("", Some(1.0)), ("large ", Some(1e6)), ("small ", Some(1e-8)), ("uneven ", None)]
-        {
-            for (heads, kv_heads, head_dim) in [(2, 2, 64), (8, 1, 128), (8, 1, 256)] {
-                let name = format!("attention/long prefill {what}{name} {heads}:{kv_heads}x{head_dim}");
-                cases.push(case(name, move |a| {
-                    let rows = &[several_prompts(), (0..70).map(|i| (3, 300 + i)).collect()].concat();
-                    attention(a, &AttentionCase { rows, heads, kv_heads, head_dim, most, ..of(format) })
-                }));
-            }
+        cases.push(case(format!("attention/long prefill {name} 8:1x128"), move |a| {
+            let rows = &[several_prompts(), (0..70).map(|i| (3, 300 + i)).collect()].concat();
+            attention(a, &AttentionCase { rows, heads: 8, kv_heads: 1, head_dim: 128, ..of(format) })
+        }));
+    }
+    // Beyond what a half holds, on either side, and both in one sequence.
+    for (what, most) in [("large", Some(1e6)), ("small", Some(1e-8)), ("uneven", None)] {
+        for (heads, kv_heads, head_dim) in [(2, 2, 64), (8, 1, 128), (8, 1, 256)] {
+            let name = format!("attention/prefill of several {what} bf16 {heads}:{kv_heads}x{head_dim}");
+            cases.push(case(name, move |a| {
+                let rows = &several_prompts();
+                attention(a, &AttentionCase { rows, heads, kv_heads, head_dim, most, ..of(Format::Bf16) })
+            }));
         }
     }
     for (kind, spans) in spans() {
