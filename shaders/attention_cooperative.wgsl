@@ -82,16 +82,6 @@ fn has(i: u32) -> bool {
     return HEAD_DIM > 16u * i;
 }
 
-// 2^i.
-fn power(i: i32) -> f32 {
-    return bitcast<f32>(u32(127 + i) << 23u);
-}
-
-// Of bits of a number that is not negative.
-fn exponent(bits: u32) -> i32 {
-    return i32(bits >> 23u) - 127;
-}
-
 // Which vec4 of a tile a load is.
 fn load_of(at: Invocation, load: u32) -> u32 {
     return min(at.thread + load * THREADS, TOKENS * VECS - 1u);
@@ -130,7 +120,7 @@ fn publish_largest(at: Invocation, keys: ptr<function, Loaded>, values: ptr<func
 
 // Exponent of the power of two that keys are multiplied with which are staged next.
 fn next_key_power(at: Invocation) -> i32 {
-    return clamp(14 - exponent(subgroupMax(largest[at.lane % SUBGROUPS].x)), -126, 100);
+    return clamp(14 - exponent_of(subgroupMax(largest[at.lane % SUBGROUPS].x)), -126, 100);
 }
 
 fn stage(at: Invocation, loaded: ptr<function, Loaded>, factor: f32, first: u32) {
@@ -268,20 +258,13 @@ fn finish(at: Invocation, results: FourResults, query: vec2<u32>, factor: f32, i
 
 @compute @workgroup_size(THREADS)
 fn main(at: Invocation) {
-    let index = at.workgroup.y * at.workgroups.x + at.workgroup.x;
-    let kv_head = index / p.n_blocks % p.n_kv_heads;
-    let block = index % p.n_blocks;
-    let n_tiles = (p.n_rows + QUERIES / HEADS - 1u) / (QUERIES / HEADS);
-    // The last rows of a prompt see most and start first. Behind the last tile there are no rows.
-    let from_last = index / p.n_blocks / p.n_kv_heads;
-    let row_tile = select(p.n_rows, n_tiles - 1u - from_last, from_last < n_tiles);
-    let end_row = min((row_tile + 1u) * (QUERIES / HEADS), p.n_rows);
+    let owned = query_tile(at.workgroup, at.workgroups);
 
     // A lane's query, and where it finds the scores of it.
-    let query = query_of(row_tile, block, 16u * at.subgroup + at.lane / 2u, kv_head);
+    let query = query_of(owned, 16u * at.subgroup + at.lane / 2u);
     let own_vec = (16u * at.subgroup + at.lane / 2u) * SCORE_STRIDE + at.lane % 2u;
     let first_vec = 16u * at.subgroup * SCORE_STRIDE;
-    let keys_behind = kv_head * PAGE_TOKENS;
+    let keys_behind = owned.kv_head * PAGE_TOKENS;
     let values_behind = keys_behind + p.n_kv_heads * PAGE_TOKENS;
     let query_at = select(0u, p.q_at / 4u + (query.x * p.n_heads + query.y) * (HEAD_DIM / 4u), query.x < p.n_rows);
     var most_four = vec4(0.0);
@@ -290,9 +273,9 @@ fn main(at: Invocation) {
     }
     let most_lane = max(max(most_four.x, most_four.y), max(most_four.z, most_four.w));
     let most_query = max(most_lane, subgroupShuffleXor(most_lane, 1u));
-    let query_power = clamp(14 - exponent(bitcast<u32>(most_query)), -100, 100);
-    let query_factor = select(0.0, power(query_power), query.x < p.n_rows);
-    let query_scale = power(-query_power) * p.scale * LOG2_E;
+    let query_power = clamp(14 - exponent_of(bitcast<u32>(most_query)), -100, 100);
+    let query_factor = select(0.0, power_of_two(query_power), query.x < p.n_rows);
+    let query_scale = power_of_two(-query_power) * p.scale * LOG2_E;
     var queries: Queries;
     queries.a = load_queries(at, query_at, query_factor, 0u);
     if has(4u) { queries.b = load_queries(at, query_at, query_factor, 4u); }
@@ -306,9 +289,9 @@ fn main(at: Invocation) {
     // Exponent of the value that the power of values was last chosen for, and this power.
     var top = -127;
     var value_power = 100;
-    var next_row = row_tile * (QUERIES / HEADS);
-    while next_row < end_row {
-        let run = run_from(next_row, end_row);
+    var next_row = owned.first_row;
+    while next_row < owned.end_row {
+        let run = run_from(next_row, owned.end_row);
         next_row = run.end_row;
         if run.sequence < 0 {
             continue;
@@ -324,7 +307,7 @@ fn main(at: Invocation) {
         publish_largest(at, &keys, &values);
         workgroupBarrier();
         var key_power = next_key_power(at);
-        stage(at, &keys, power(key_power), 0u);
+        stage(at, &keys, power_of_two(key_power), 0u);
         load(at, &keys, sequence, TOKENS, n_tokens, keys_behind);
         workgroupBarrier();
         score(at, &queries);
@@ -332,7 +315,7 @@ fn main(at: Invocation) {
         for (var first = 0u; first < n_tokens; first += TOKENS) {
             workgroupBarrier();
             // Weights: a lane has every other vec4 of tokens.
-            let scale = query_scale * power(-key_power);
+            let scale = query_scale * power_of_two(-key_power);
             var own: array<vec4<f32>, 4>;
             for (var i = 0u; i < TOKENS / 8u; i++) {
                 own[i] = scores[own_vec + 2u * i] * scale;
@@ -350,7 +333,7 @@ fn main(at: Invocation) {
             }
             let most_own = max(max(most.x, most.y), max(most.z, most.w));
             let peak = max(reference, max(most_own, subgroupShuffleXor(most_own, 1u)));
-            let value_exponent = exponent(subgroupMax(largest[at.lane % SUBGROUPS].y));
+            let value_exponent = exponent_of(subgroupMax(largest[at.lane % SUBGROUPS].y));
             var shrink = 1.0;
             let moves = subgroupAny(peak > reference + ROOM);
             if moves {
@@ -375,9 +358,9 @@ fn main(at: Invocation) {
                 weights[own_vec + 2u * i] = vec4<f16>(weight);
             }
             sum += (added.x + added.y) + (added.z + added.w);
-            stage(at, &values, power(value_power), VALUES_AT);
+            stage(at, &values, power_of_two(value_power), VALUES_AT);
             key_power = next_key_power(at);
-            stage(at, &keys, power(key_power), 0u);
+            stage(at, &keys, power_of_two(key_power), 0u);
             load(at, &values, sequence, first + TOKENS, n_tokens, values_behind);
             load(at, &keys, sequence, first + 2u * TOKENS, n_tokens, keys_behind);
             workgroupBarrier();
@@ -407,7 +390,7 @@ fn main(at: Invocation) {
         }
     }
     sum += subgroupShuffleXor(sum, 1u);
-    let by = select(0.0, 1.0 / sum, sum > 0.0) * power(-value_power);
+    let by = select(0.0, 1.0 / sum, sum > 0.0) * power_of_two(-value_power);
     finish(at, results.a, query, by, 0u);
     if has(4u) { finish(at, results.b, query, by, 4u); }
     if has(8u) { finish(at, results.c, query, by, 8u); }

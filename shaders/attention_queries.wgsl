@@ -11,13 +11,32 @@ const LOG2_E: f32 = 1.4426950408889634;
 @group(0) @binding(5) var<storage, read> positions: array<i32>;
 @group(0) @binding(6) var<storage, read> gate: array<f32>;
 
+// The queries that a workgroup owns. Behind the last tile there are no rows.
+struct QueryTile {
+    kv_head: u32,
+    block: u32,
+    first_row: u32,
+    end_row: u32,
+}
+
+// The last rows of a prompt see most and start first.
+fn query_tile(workgroup: vec3<u32>, workgroups: vec3<u32>) -> QueryTile {
+    let index = workgroup.y * workgroups.x + workgroup.x;
+    let n_tiles = (p.n_rows + QUERIES / HEADS - 1u) / (QUERIES / HEADS);
+    let from_last = index / p.n_blocks / p.n_kv_heads;
+    let tile = select(p.n_rows, n_tiles - 1u - from_last, from_last < n_tiles);
+    let first_row = tile * (QUERIES / HEADS);
+    let end_row = min(first_row + QUERIES / HEADS, p.n_rows);
+    return QueryTile(index / p.n_blocks % p.n_kv_heads, index % p.n_blocks, first_row, end_row);
+}
+
 // Row and head of a query; a row behind the last where there is none.
-fn query_of(tile: u32, block: u32, i: u32, kv_head: u32) -> vec2<u32> {
+fn query_of(own: QueryTile, i: u32) -> vec2<u32> {
     let group = p.n_heads / p.n_kv_heads;
-    let head = block * HEADS + i % HEADS;
-    let row = tile * (QUERIES / HEADS) + i / HEADS;
+    let head = own.block * HEADS + i % HEADS;
+    let row = own.first_row + i / HEADS;
     let there = i < QUERIES / HEADS * HEADS && head < group && row < p.n_rows;
-    return vec2(select(p.n_rows, row, there), kv_head * group + head);
+    return vec2(select(p.n_rows, row, there), own.kv_head * group + head);
 }
 
 // Neighbouring rows of one sequence, or of none, and how many tokens they see.

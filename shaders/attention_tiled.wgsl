@@ -150,16 +150,11 @@ fn main(
     @builtin(num_workgroups) workgroups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
-    let index = workgroup.y * workgroups.x + workgroup.x;
-    let kv_head = index / p.n_blocks % p.n_kv_heads;
-    let block = index % p.n_blocks;
-    let n_tiles = (p.n_rows + QUERIES / HEADS - 1u) / (QUERIES / HEADS);
-    if index >= n_tiles * p.n_kv_heads * p.n_blocks {
+    let owned = query_tile(workgroup, workgroups);
+    if owned.first_row >= p.n_rows {
         return;
     }
-    // The last rows of a prompt see most and start first.
-    let tile = n_tiles - 1u - index / p.n_blocks / p.n_kv_heads;
-    let end_row = min((tile + 1u) * (QUERIES / HEADS), p.n_rows);
+    let kv_head = owned.kv_head;
 
     // Of products: a thread's vec4 of queries, and its vec4 of tokens or first one of a result.
     let own = thread / 16u;
@@ -167,7 +162,7 @@ fn main(
     // Of loads: a query and two tokens, and a quarter of DEPTH dimensions.
     let loaded = thread / 4u;
     let quarter = thread % 4u;
-    let query = query_of(tile, block, loaded, kv_head);
+    let query = query_of(owned, loaded);
     let has_query = query.x < p.n_rows;
     let query_at = p.q_at / 4u + (query.x * p.n_heads + query.y) * HEAD_VECS;
     // Of values: a token, and eight dimensions.
@@ -176,14 +171,14 @@ fn main(
     // Of weights: a query, and a quarter of the tokens.
     let weighed = thread % QUERIES;
     let part = thread / QUERIES;
-    let weighed_row = query_of(tile, block, weighed, kv_head).x;
+    let weighed_row = query_of(owned, weighed).x;
 
     var results: Results;
     var peak = LOWEST;
     var sum = 0.0;
-    var next_row = tile * (QUERIES / HEADS);
-    while next_row < end_row {
-        let run = run_from(next_row, end_row);
+    var next_row = owned.first_row;
+    while next_row < owned.end_row {
+        let run = run_from(next_row, owned.end_row);
         next_row = run.end_row;
         if run.sequence < 0 {
             continue;
@@ -281,8 +276,8 @@ fn main(
     parts[thread] = sum;
     workgroupBarrier();
     let at = 4u * own;
-    finish(at, results.a[0], results.b[0], results.c[0], results.d[0], column, query_of(tile, block, at, kv_head));
-    finish(at + 1u, results.a[1], results.b[1], results.c[1], results.d[1], column, query_of(tile, block, at + 1u, kv_head));
-    finish(at + 2u, results.a[2], results.b[2], results.c[2], results.d[2], column, query_of(tile, block, at + 2u, kv_head));
-    finish(at + 3u, results.a[3], results.b[3], results.c[3], results.d[3], column, query_of(tile, block, at + 3u, kv_head));
+    finish(at, results.a[0], results.b[0], results.c[0], results.d[0], column, query_of(owned, at));
+    finish(at + 1u, results.a[1], results.b[1], results.c[1], results.d[1], column, query_of(owned, at + 1u));
+    finish(at + 2u, results.a[2], results.b[2], results.c[2], results.d[2], column, query_of(owned, at + 2u));
+    finish(at + 3u, results.a[3], results.b[3], results.c[3], results.d[3], column, query_of(owned, at + 3u));
 }

@@ -198,9 +198,9 @@ fn compute(at: Invocation, loads: ptr<function, Loads>, first_output: u32, n_out
     let most = largest_weight(at, product.most);
     if most != 0.0 && (most < 0x1p-10 || most > 65504.0) {
         // Far from where a factor or its inverse is no normal number.
-        let exponent = clamp(i32(bitcast<u32>(most) >> 23u) - 127 - 14, -100, 100);
-        product = multiply(at, loads, bitcast<f32>(u32(127 - exponent) << 23u));
-        scale = bitcast<f32>(u32(127 + exponent) << 23u);
+        let exponent = clamp(exponent_of(bitcast<u32>(most)) - 14, -100, 100);
+        product = multiply(at, loads, power_of_two(-exponent));
+        scale = power_of_two(exponent);
     }
     write(at, product.sums.a, scale, 0u, first_output, n_outputs);
     write(at, product.sums.b, scale, 16u, first_output, n_outputs);

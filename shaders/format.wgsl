@@ -85,3 +85,13 @@ fn e2m1_four(word: u32) -> vec4<f32> {
     let odd = e2m1_pair(bytes >> 4u);
     return vec4(even.x, odd.x, even.y, odd.y);
 }
+
+// 2^i, of an exponent that normal numbers have.
+fn power_of_two(i: i32) -> f32 {
+    return bitcast<f32>(u32(127 + i) << 23u);
+}
+
+// The exponent of a number that is not negative, by its bits.
+fn exponent_of(bits: u32) -> i32 {
+    return i32(bits >> 23u) - 127;
+}

@@ -47,9 +47,9 @@ fn main(at: Invocation) {
     }
     let largest = workgroup_max(at, max(max(most.x, most.y), max(most.z, most.w)));
     // Far from where a factor or its inverse is no normal number.
-    let exponent = clamp(i32(bitcast<u32>(largest) >> 23u) - 127 - 14, -100, 100);
-    let factor = bitcast<f32>(u32(127 - exponent) << 23u);
-    var scale = bitcast<f32>(u32(127 + exponent) << 23u);
+    let exponent = clamp(exponent_of(bitcast<u32>(largest)) - 14, -100, 100);
+    let factor = power_of_two(-exponent);
+    var scale = power_of_two(exponent);
     if NORM != NONE {
         scale *= inverseSqrt(workgroup_sum(at, squares) / f32(p.n_columns) + p.eps);
     }

@@ -358,7 +358,7 @@ struct AttentionCase<'a> {
     kv_heads: usize,
     head_dim: usize,
     gated: bool,
-    /// The largest key and value; `None` where pages differ.
+    /// The largest key and value; `None` where pages of bf16 differ.
     most: Option<f32>,
 }
 
@@ -376,7 +376,7 @@ fn attention(a: &mut Arena<'_>, c: &AttentionCase<'_>) -> Result<Vec<Stage>> {
     let table: Vec<i32> = (0..n_pages - 1).map(|i| 1 + (i * 11 % (n_pages - 1)) as i32).collect();
     let view = match c.most {
         Some(most) => a.weight(format, n_pages * 2 * kv_heads * PAGE_TOKENS, head_dim, most)?.view,
-        None => uneven_cache(a, format, n_pages, kv_heads * PAGE_TOKENS * head_dim)?,
+        None => uneven_cache(a, n_pages, kv_heads * PAGE_TOKENS * head_dim)?,
     };
     one(Attention {
         out: a.output(n * heads * head_dim)?,
@@ -406,19 +406,16 @@ fn attention(a: &mut Arena<'_>, c: &AttentionCase<'_>) -> Result<Vec<Stage>> {
     })
 }
 
-/// Pages of keys, and of values, that are large or small; so many elements each.
-fn uneven_cache(a: &mut Arena<'_>, format: Format, n_pages: usize, elements: usize) -> Result<View> {
+/// Pages of keys, and of values, in bf16 that are large or small; so many elements each.
+fn uneven_cache(a: &mut Arena<'_>, n_pages: usize, elements: usize) -> Result<View> {
     let mut rng = Rng::new(1);
     let mut values = Vec::new();
     for page in 0..n_pages {
         for most in [[1.0, 1e-6, 16.0][page % 3], [1e-4, 1e-12, 1.0, 1e6][page % 4]] {
-            values.extend((0..elements).map(|_| rng.symmetric(most)));
+            values.extend((0..elements).map(|_| bf16::from_f32(rng.symmetric(most)).to_bits()));
         }
     }
-    match format {
-        Format::F32 => a.fixed(&values),
-        _ => a.fixed(&values.into_iter().map(|v| bf16::from_f32(v).to_bits()).collect::<Vec<_>>()),
-    }
+    a.fixed(&values)
 }
 
 /// Rows of three sequences, one of them behind a prefix, and padding between: more of them than a block takes.
